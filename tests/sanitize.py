@@ -34,8 +34,8 @@ FAMILIES = (
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 WARM_UP = "no tool"
 
-# initcheck does not track writes of cp.async.bulk: kernels that read such results are excluded, and
-# copies to the host. The guard of the test suite covers both, because it fills memory with NaN.
+# initcheck does not track writes of cp.async.bulk, so kernels that read them, and copies of them to
+# the host, are not checked. The guard of the test suite covers both: it fills memory with NaN.
 BULK_READERS = ("flash_attention_backward_finish",)
 OPTIONS = {
     "initcheck": (
@@ -53,7 +53,7 @@ class Group(NamedTuple):
 
     run: Callable[[], None]
     shares: bool = False
-    """Whether racecheck, which is slow, runs too: for kernels with communication in shared
+    """Also run racecheck, which is slow: for kernels whose threads communicate through shared
     memory."""
     quick: bool = False
 
@@ -140,7 +140,8 @@ def sanitize(sanitizer: str, job: tuple[str, str], *, limit_s: float, logs: Path
 
 
 def jobs(tools: list[str], chosen: dict[str, Group]) -> list[tuple[str, str]]:
-    """Run every group under every tool; racecheck only on request or for groups with `shares`."""
+    """Return the (tool, group) pairs to run. racecheck runs for groups with `shares`, or for all if
+    it is the only tool."""
     alone = tools == ["racecheck"]
     return [
         (tool, name)

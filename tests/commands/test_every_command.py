@@ -60,7 +60,7 @@ WORKING: Mapping[str, tuple[str, ...]] = {
 SLOW = pytest.mark.slow
 
 SOON = 2.0
-"""Seconds to the end after Ctrl-C: the target is one, but the machine may be busy."""
+"""Seconds allowed from Ctrl-C to exit: the target is one, but the machine may be busy."""
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +101,15 @@ def launch(folder: Path, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
     )
 
 
-def imports_something(process: subprocess.Popen[str]) -> bool:
+def has_imported_numpy(process: subprocess.Popen[str]) -> bool:
     """True once the process has loaded NumPy, a quarter of a second after its start."""
     return "_multiarray_umath" in Path(f"/proc/{process.pid}/maps").read_text()
 
 
-def works(process: subprocess.Popen[str]) -> bool:
+def handles_interrupts(process: subprocess.Popen[str]) -> bool:
     """True once a command has started the thread that handles Ctrl-C."""
     status = Path(f"/proc/{process.pid}/status").read_text()
-    return imports_something(process) and "\nThreads:\t1\n" not in status
+    return has_imported_numpy(process) and "\nThreads:\t1\n" not in status
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -163,7 +163,7 @@ def interrupt(process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize("name", WORKING)
 def test_ctrl_c_while_importing(name: str, model: Path, tmp_path: Path, start: Start) -> None:
     process = start(tmp_path, filled(name, model))
-    wait_until(lambda: imports_something(process))
+    wait_until(lambda: has_imported_numpy(process))
     interrupt(process)
     assert process.returncode == INTERRUPTED
 
@@ -182,7 +182,7 @@ def test_ctrl_c_while_working(
     name: str, seconds: float, model: Path, tmp_path: Path, start: Start
 ) -> None:
     process = start(tmp_path, filled(name, model))
-    wait_until(lambda: process.poll() is not None or works(process))
+    wait_until(lambda: process.poll() is not None or handles_interrupts(process))
     time.sleep(seconds)
     children = descendants(process.pid) if process.poll() is None else []
     interrupt(process)
@@ -195,7 +195,7 @@ def test_workers_exit_when_their_parent_is_killed(
 ) -> None:
     process = start(tmp_path, filled(name, model))
     wait_until(lambda: len(descendants(process.pid)) > 0)
-    time.sleep(1.0)  # they work
+    time.sleep(1.0)  # let the workers start
     children = descendants(process.pid)
     assert children
     process.kill()

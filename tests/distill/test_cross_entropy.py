@@ -123,7 +123,7 @@ def test_all_rows_ignored(device):
 def test_masked_logits(device, rng, mask):
     logits, targets = random(rng, (4, 33), "float32"), np.array([0, 3, 5, 2])
     logits[:, 10:] = mask
-    logits[3] = mask  # no mass: not counted
+    logits[3] = mask  # fully masked row: zero loss and gradient
     loss, grad = cross_entropy(
         *to_device(device, logits, targets), reduction="none", return_grad=True
     )

@@ -52,7 +52,7 @@ def test_patterns_and_their_transposes(mask):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_there_and_back(rng, device, dtype):
+def test_round_trip(rng, device, dtype):
     mask = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 1]], bool)
     kept = np.kron(mask, np.ones((16, 16), bool))
     dense = np.where(kept, random(rng, kept.shape, dtype), 0).astype(random(rng, (), dtype).dtype)
@@ -89,13 +89,13 @@ INDPTR, INDICES = np.array([0, 2, 3]), np.array([0, 2, 1])
         ({"shape": (32, 40)}, ArrayShapeError, r"multiples of 16, got \(32, 40\)"),
     ],
 )
-def test_a_pattern_that_does_not_fit_is_refused(arguments, error, message):
+def test_invalid_pattern_is_rejected(arguments, error, message):
     defaults = {"indptr": INDPTR, "indices": INDICES, "shape": (32, 48), "block_size": 16}
     with pytest.raises(error, match=message):
         BlockPattern(**{**defaults, **arguments})
 
 
-def test_values_that_do_not_fit_are_refused():
+def test_mismatched_values_are_rejected():
     pattern = BlockPattern(INDPTR, INDICES, (32, 48), 16)
     with pytest.raises(ArrayShapeError, match=r"values must have shape \(3, 16, 16\)"):
         BlockSparseMatrix(np.zeros((2, 16, 16), np.float32), pattern)
@@ -143,7 +143,7 @@ def test_tiles_are_distributed_evenly(costs, num_blocks):
 
 
 def test_blocks_of_a_random_pattern_end_together(rng):
-    """The last ends within 2 % of the mean; without exchanges 3 %."""
+    """The longest load is within 2% of the mean (3% without exchanges)."""
     mask = rng.random((128, 128)) < 0.1
     work = matmul_work(BlockPattern.from_mask(mask, 64).indptr, 4096, 64, 512, 132)
     blocks = np.where(work[..., 0] < 0, 0, work[..., 3] - work[..., 2]).sum(axis=1)
@@ -230,7 +230,7 @@ def test_the_plan(block, block_rows, n, device, columns):
 
 
 def test_activations_are_read_in_whole_lines():
-    """A transposed dense operand: rows of 64 elements, where blocks have as many."""
+    """A transposed dense operand is read 64 elements at a time if the block size allows."""
     for block, tile_k in ((16, 32), (32, 32), (64, 64), (128, 64)):
         transposed = Transposed(False, True, True)
         config = plan_bsr_matmul(block, 8192 // block, 8192, "bfloat16", transposed, HOPPER)

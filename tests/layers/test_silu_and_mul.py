@@ -49,7 +49,7 @@ def test_backward_matches_reference(device, rng, shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_gates(device, dtype):
-    """Where exp overflows or vanishes the result is 0 or the gate itself, never NaN."""
+    """Where exp overflows or underflows, the result is 0 or the gate itself, never NaN."""
     gate = np.array([[-6e4, -200, -90, -20, 0, 20, 90, 200, 6e4]])
     x = np.concatenate([gate, np.ones_like(gate)], axis=-1).astype(
         random(np.random, (1,), dtype).dtype

@@ -48,7 +48,7 @@ def settled_bytes(pool: MemoryPool, expected: int) -> int:
 
 
 def ready(source: Any, stream: Any) -> None:
-    """The kernels of the graphs below, compiled and loaded."""
+    """Compile and load the kernels that the graphs below use."""
     cupy.sqrt(source * 2 + 1)
     stream.synchronize()
 
@@ -183,7 +183,7 @@ def test_a_stream_may_be_new_when_it_is_captured(make_pool: MakePool, *, per_thr
             assert all(bool((array == 3).all()) for array in outside)
             kept.append(graph)
 
-    with ThreadPoolExecutor(1) as thread:  # a thread whose default stream the pool has not met
+    with ThreadPoolExecutor(1) as thread:  # a thread whose default stream the pool has not seen
         thread.submit(work).result()
     kept.clear()
     assert settled_bytes(pool, 0) == 0
@@ -191,7 +191,8 @@ def test_a_stream_may_be_new_when_it_is_captured(make_pool: MakePool, *, per_thr
 
 
 def test_an_array_of_a_destroyed_stream_may_be_freed_during_a_capture(make_pool: MakePool) -> None:
-    """Only a synchronisation shows that its last work is complete, and that is forbidden."""
+    """Only a synchronisation, which is forbidden during capture, shows that the destroyed stream's
+    work is complete."""
     pool = make_pool(max_pool_size=64 * MIB)
     stream, gone = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     with pool.use():
@@ -215,8 +216,8 @@ def test_an_array_of_a_destroyed_stream_may_be_freed_during_a_capture(make_pool:
 
 
 def test_memory_freed_during_a_capture_is_reusable(make_pool: MakePool) -> None:
-    """An earlier array that is dropped during a capture of its stream is reusable on other
-    streams after its stream's work."""
+    """Memory allocated before a capture and freed during it is reusable on other streams once its
+    own stream's work is complete."""
     pool = make_pool(max_pool_size=64 * MIB)
     stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     with pool.use():

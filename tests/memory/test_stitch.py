@@ -1,4 +1,5 @@
-"""Holes made of the free ends of pages that are mapped a second time."""
+"""Contiguous ranges assembled from the free ends of several pages by mapping those pages a second
+time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.memory.simulation import PAGE, InjectedError, SimulatedProvider, fill
 
 
 def two_edges() -> tuple[MemoryPool, SimulatedProvider, list[int]]:
-    """Five full pages, except half a page at the end of the second and at the start of the fourth.
+    """Five full pages; blocks[1] is the end of the second page, blocks[3] the start of the fourth.
     The limit allows no further page."""
     provider = SimulatedProvider(64 * PAGE)
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=5 * PAGE, block_size=PAGE), provider)
@@ -45,7 +46,7 @@ def test_a_hole_from_two_pages() -> None:
     for kept in (blocks[0], blocks[2], blocks[4]):
         pool.free(kept)
     assert pool.allocate(5 * PAGE)
-    assert len(provider.page_at) == 5, "mapped once again"
+    assert len(provider.page_at) == 5, "each page is mapped only once"
     check_invariants(pool)
 
 
@@ -78,9 +79,7 @@ def test_a_failed_driver_call_changes_nothing() -> None:
     pool, provider, blocks = two_edges()
     pool.free(blocks[1])
     pool.free(blocks[3])
-    provider.fail_in = next(
-        number for number in range(20) if _next_calls(provider, number) == "map_pages"
-    )
+    provider.fail_in = next(number for number in range(20) if _next_calls(number) == "map_pages")
     with pytest.raises(InjectedError):
         pool.allocate(3 * PAGE // 4)
     check_invariants(pool)
@@ -88,20 +87,21 @@ def test_a_failed_driver_call_changes_nothing() -> None:
     check_invariants(pool)
 
 
-def _next_calls(provider: SimulatedProvider, number: int) -> str:
-    """The call with this number fails in an allocation that would succeed otherwise."""
-    pool, other, blocks = two_edges()
+def _next_calls(number: int) -> str:
+    """Name of provider call `number`, from 0, of the same allocation from a fresh pool; "" if it
+    makes fewer calls."""
+    pool, provider, blocks = two_edges()
     pool.free(blocks[1])
     pool.free(blocks[3])
-    before = len(other.calls)
+    before = len(provider.calls)
     pool.allocate(3 * PAGE // 4)
-    calls = other.calls[before:]
+    calls = provider.calls[before:]
     return calls[number] if number < len(calls) else ""
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_byte_is_used_by_two_allocations(seed: int) -> None:
-    """Two lagging streams, movable buffers, and a limit that is nearly reached."""
+    """Two lagging streams and a nearly reached limit, with defragmentation."""
     numbers = random.Random(seed)
     provider = SimulatedProvider(64 * PAGE)
     provider.lagging, provider.progress = True, random.Random(seed)
@@ -142,7 +142,8 @@ def _launch(provider: SimulatedProvider, stream: int, work: object) -> None:
 
 @pytest.mark.parametrize("kind", ["uniform", "log-uniform"])
 def test_sizes_of_all_kinds_below_a_tight_limit(kind: str) -> None:
-    """At most 200 MiB live below 230, in pages of 2 MiB: allocates a block, frees random ones."""
+    """At most 200 MiB live under a 230 MiB limit: frees random blocks to make room for each new
+    one."""
     for seed in range(3):
         numbers = random.Random(seed)
         pool = MemoryPool(MemoryPoolConfig(max_pool_size=230 * MIB), PricedProvider())

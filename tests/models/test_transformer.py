@@ -150,7 +150,7 @@ def test_backward_needs_what_forward_kept(rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gpu_agrees_with_cpu(dtype: str, rng: np.random.Generator) -> None:
-    """The same low-precision parameters: in float64 on the CPU, and with kernels."""
+    """The same rounded parameters, evaluated in float64 on the CPU and in `dtype` on the GPU."""
     import cupy
 
     sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 64, "num_heads_q": 2,
