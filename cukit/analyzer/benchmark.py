@@ -71,8 +71,8 @@ class KernelBenchmark:
     """Measures on CuPy's current device, or on the CPU if there is no GPU.
 
     warmup_iters: untimed calls of each implementation.
-    benchmark_iters: samples of each implementation; up to four times as many, as long as its
-        median is uncertain by over 2%.
+    benchmark_iters: samples of each implementation; up to four times as many while any
+        implementation's median is uncertain by more than 2%.
     timers: additional clocks, by name: "graph replay" and "wall". The main time is measured by CUDA
         events with a cold L2 (on the CPU: "wall"); every record names its clock.
     energy: also run each implementation for a second, to read NVML's energy counter.
@@ -147,7 +147,7 @@ class KernelBenchmark:
         clock: "device" times the work, "host" the cost of the call to the calling thread.
         on_failure: called for implementations that raise, which then get no record. Without it the
             first exception propagates.
-        views: by name, the part of an implementation's outputs to compare, if not all of them.
+        views: name -> function that selects the outputs to compare; default: all.
         """
         wanted = expected()
         viewed = {name: _viewed(call, (views or {}).get(name)) for name, call in impls.items()}
@@ -188,7 +188,7 @@ class KernelBenchmark:
         return records
 
     def benchmark_flash_attention(self, *, small: bool = False) -> list[Record]:
-        """Attention, forward, for several sequence lengths and head widths."""
+        """Attention, forward, for several sequence lengths and head dimensions."""
         return self._suite("flash_attention", small)
 
     def benchmark_matmul(self, *, small: bool = False) -> list[Record]:
@@ -258,7 +258,7 @@ def _errors(impls: Mapping[str, Call], wanted: Any, failure: Failure | None) -> 
 
 def _record(key: CaseKey, impl: str, timing: Timing, *, flops: float, bytes_moved: float) -> Record:
     median = timing.median_us
-    believed = estimate(timing.rounds)
+    interval = estimate(timing.rounds)
     family, op, case, dtype = key
     return {
         "family": family,
@@ -269,7 +269,7 @@ def _record(key: CaseKey, impl: str, timing: Timing, *, flops: float, bytes_move
         "median_us": round(median, 2),
         "iqr_us": round(timing.iqr_us, 2),
         "samples": len(timing.samples_us),
-        "range_us": [round(believed.low_us, 3), round(believed.high_us, 3)],
+        "range_us": [round(interval.low_us, 3), round(interval.high_us, 3)],
         "tflops": round(flops / median / 1e6, 1) if flops else None,
         "gbps": round(bytes_moved / median / 1e3, 1) if bytes_moved else None,
     }

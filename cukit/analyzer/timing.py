@@ -34,7 +34,8 @@ FLUSH_FACTOR = 4
 SPIN = KernelSpec("analyzer/spin.cu", "spin", defines=(), threads=1)
 
 MAX_SPIN_US = 10_000.0
-"""A call that occupies the host for longer synchronises with the device, which no spin can hide."""
+"""Longest spin. A call that keeps the host busy for longer is assumed to synchronise, which no spin
+can hide."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class GpuTimer:
         self._flush.data.memset_async(0, self._flush.nbytes)
 
     def _sample_us(self, call: Call, spin_cycles: np.int64) -> float:
-        """Runs the call between two events; returns when it has finished."""
+        """Runs the call between two events; returns the time between the events in microseconds."""
         if self._cold:
             self.flush()
         self._spin((1,), (spin_cycles,))
@@ -128,7 +129,8 @@ class GraphTimer:
     """Times replays of a CUDA graph that contains the call many times: the device alone, warm.
 
     There is no event, spin or host launch between calls, so this is the clock for kernels of a few
-    microseconds. The call must be capturable: no allocation, no synchronisation.
+    microseconds. The call must be capturable: no synchronisation, and no memory that the pool must
+    first get from the driver. A call before each capture fills the pool.
     """
 
     name = "graph replay"
@@ -160,8 +162,8 @@ class GraphTimer:
     def _filled(self, call: Call) -> tuple[Any, int]:
         """A graph of about TARGET_US, and the calls in it.
 
-        Memory that a captured call allocates is returned to the pool, but replays still write to
-        it; the written values are never read.
+        Memory that a captured call allocates returns to the pool, but replays still write to it:
+        nothing else that must keep its values may be allocated before the last replay.
         """
         once = self._capture(call, 1)
         once_us = min(self._replay_us(once, 1) for _ in range(2))

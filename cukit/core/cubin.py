@@ -23,7 +23,7 @@ _EIATTR_MAX_THREADS = 0x05
 _EIATTR_KPARAM_INFO = 0x17
 _SHT_NOBITS = 8
 _SYMBOL_BYTES = 24
-# Since Hopper the system reserves 1 KiB of a block's shared memory, and ELF sections include it.
+# CUDA reserves 1 KiB of shared memory per block since sm_80; since sm_90, ELF sections include it.
 _RESERVED_SHARED_BYTES = 1024
 
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -41,7 +41,8 @@ class CubinInfo:
     parameter_bytes: tuple[int, ...]
     """Size of each parameter, in order."""
     frame_bytes: int
-    """Local memory per thread: spilled registers, and arrays that do not fit in registers."""
+    """Local memory per thread: spilled registers, and arrays that are not kept in registers (for
+    example, dynamically indexed)."""
     max_threads_per_block: int | None
     """The limit set by `__launch_bounds__`; None without one."""
 

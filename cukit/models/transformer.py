@@ -6,7 +6,7 @@
     hidden  = rms_norm(x_L),   logits = hidden W_head^T
 
 There is no tape: `forward` stores what the gradients need in an `Activations`, which `backward`
-processes from the end. The same code runs on NumPy and on CuPy arrays; on the GPU every call is
+consumes in reverse order. The same code runs on NumPy and on CuPy arrays; on the GPU every call is
 asynchronous on CuPy's current stream. `matmul(precision="auto")` chooses the kernel of each product
 from shapes alone, so the choice is the same in every run.
 

@@ -86,7 +86,8 @@ class CacheParts(NamedTuple):
 def stored_parts(op: str, k_cache: Any, v_cache: Any) -> CacheParts:
     """The parts of caches of any format."""
     if not (isinstance(k_cache, QuantizedArray) or isinstance(v_cache, QuantizedArray)):
-        return CacheParts("", k_cache, None, v_cache, None)  # without the names of their dtypes
+        # Fast path: skips the dtype-name lookup.
+        return CacheParts("", k_cache, None, v_cache, None)
     groups = group_parts(op, k_cache, v_cache)
     if groups is None:
         return CacheParts(*cache_parts(op, k_cache, v_cache))
@@ -106,8 +107,8 @@ def cache_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any
         )
     if not all(quantized) or names[0] != names[1] or names[0] not in CODES:
         raise ArrayDtypeError(
-            f"{op}: k_cache and v_cache must both hold float8_e4m3 or both int8 codes, or both "
-            f"elements of one float dtype, got {names[0]} and {names[1]}"
+            f"{op}: k_cache and v_cache must both be float8_e4m3, both int8, or both of one "
+            f"float dtype, got {names[0]} and {names[1]}"
         )
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.zero_points is not None:

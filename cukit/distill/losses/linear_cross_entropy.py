@@ -45,7 +45,8 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     workspace_bytes: int | None = None,
 ) -> LinearCrossEntropyResult:
-    """Cross-entropy of the logits `hidden @ weight^T + bias`, never stored, with its gradients.
+    """Cross-entropy of the logits `hidden @ weight^T + bias`, with gradients; the full
+    logits are never stored.
 
     Args:
         hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; leading axes index rows.

@@ -106,7 +106,7 @@ def topk_distillation_loss(
 def teacher_top_k(
     teacher_logits: Array, k: int, *, temperature: float = 1.0
 ) -> tuple[Array, Array]:
-    """The `k` likeliest tokens of each row, as recorded for an offline teacher.
+    """The `k` likeliest tokens of each row, in the form that `topk_distillation_loss` takes.
 
     Args:
         teacher_logits: float [..., vocab_size].

@@ -143,7 +143,8 @@ def vocabulary_parallel_distillation_loss(
     workspace_bytes: int | None = None,
 ) -> LinearKlResult:
     """:func:`linear_distillation_loss` of heads that are sharded over processes: the same loss and
-    gradients, in 1/n of the time and memory.
+    gradients. Each of n processes does 1/n of the products and stores 1/n of the weights and
+    logits.
 
     Args:
         hidden, teacher_hidden: of all rows, the same on every process, as in
@@ -155,14 +156,14 @@ def vocabulary_parallel_distillation_loss(
         Other arguments: as in :func:`linear_distillation_loss`, the same on every process.
 
     Returns:
-        :class:`LinearKlResult`: losses and `grad_hidden` of the full vocabulary, the same bits on
-        every process; `grad_weight` and `grad_bias` of this process's tokens.
+        :class:`LinearKlResult`: losses and `grad_hidden` of the full vocabulary, bitwise identical
+        on every process; `grad_weight` and `grad_bias` of this process's tokens.
 
     Raises:
         ArrayError, ConfigError: as :func:`linear_distillation_loss`; a weight whose number of rows
             is not `shard.size`.
 
-    Every process must call this in the same order. Each row exchanges 48 bytes per process (8 more
+    Every process must call this in the same order. Per row, each process sends 48 bytes (8 more
     if the gradient needs a sum over the row: all divergences but the forward KL) and its float32
     gradient, overlapped with kernels and GEMMs, without synchronising with the GPU. On the CPU the
     weights are gathered and every process computes the whole loss.
@@ -288,8 +289,9 @@ class _ShardedRows:
     """Runs the phases of a loss over a chunk of rows, and the exchanges between them.
 
     phase: prepares the launch of a phase, given its number and the kernel's arrays, [rows, ...] or
-    None; the last three are the gradient, the upstream gradient and the normalizer. centred:
-    whether there is a phase 2.
+    None; the last three are the gradient, the upstream gradient and the normalizer.
+
+    Phases (row_shard.cuh): 1 statistics; 2 sums, if `centred`; 3 gradient.
     """
 
     def __init__(

@@ -126,7 +126,7 @@ class VirtualPages:
 
 
 LARGE_BYTES = 32 << 20
-"""Size of a large page: a gigabyte is 32 of them, about two milliseconds of driver time."""
+"""Size of a large page: 1 GiB takes 32 of them, about 2 ms of driver calls."""
 
 MIN_PAGES = 4
 """Fewer single pages take less time to map than one large page takes to create."""
@@ -165,9 +165,10 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
         most_bytes: the most memory that the pool will hold; None: all of the device.
 
     Raises:
-        ConfigError: `page_bytes`.
-        UnsupportedDeviceError: no GPU, or one without virtual memory.
-        MissingDependencyError: cuda-bindings is not installed.
+        ConfigError: `page_bytes` is not a positive multiple of the granularity.
+        UnsupportedDeviceError: no GPU, one without virtual memory management, or cuda-bindings is
+            not installed.
+        MissingDependencyError: CuPy is not installed.
     """
 
     name = "cuda-vmm"
@@ -195,12 +196,15 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
     def create_pages(self, count: int) -> list[Any]:
         # Without this check, a request that fails would first take all free memory of the device.
         if count >= MANY_PAGES and count * self.page_bytes > self.memory_info()[0]:
-            raise DeviceOutOfMemory(f"the device lacks {count} pages of {self.page_bytes} bytes")
+            raise DeviceOutOfMemory(
+                f"the device does not have {count} free pages of {self.page_bytes} bytes"
+            )
         return super().create_pages(count)
 
     def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
-        if count * self.large_pages * self.page_bytes > self.memory_info()[0]:
-            raise DeviceOutOfMemory(f"the device lacks {count} pages of {LARGE_BYTES} bytes")
+        size = self.large_pages * self.page_bytes
+        if count * size > self.memory_info()[0]:
+            raise DeviceOutOfMemory(f"the device does not have {count} free pages of {size} bytes")
         return super().create_large_pages(count)
 
     def for_device(self, device_id: int) -> CudaVirtualMemory:

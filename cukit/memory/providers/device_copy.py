@@ -58,7 +58,8 @@ class DeviceCopy:
         if not apart:
             plan = plan_moves(moves)
             plan.check_aligned(0)
-        if not self._lock.acquire(blocking=False):  # another thread, or a finalizer in this call
+        # Held by another thread, or by this one: a finalizer interrupted a call.
+        if not self._lock.acquire(blocking=False):
             other = DeviceCopy(self._cupy)
             try:
                 other(moves, stream, apart=apart)
