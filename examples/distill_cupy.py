@@ -1,6 +1,6 @@
 """Distils a model with `cukit.distill` alone: CuPy on GPUs, NumPy without, no PyTorch.
 
-    python examples/distill_cupy.py                                   # a teacher trained here
+    python examples/distill_cupy.py                                   # trains a teacher first
     python examples/distill_cupy.py --teacher runs/distill/teacher.safetensors --text corpus/
     torchrun --nproc-per-node 2 examples/distill_cupy.py              # two GPUs (or mpirun -n 2)
 

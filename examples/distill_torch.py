@@ -1,7 +1,7 @@
 """Distils a Hugging Face model into a smaller one in PyTorch, with cukit's kernels.
 
     pip install 'cukit[transformers]'
-    python examples/distill_torch.py                                  # a teacher trained here
+    python examples/distill_torch.py                                  # trains a teacher first
     python examples/distill_torch.py --teacher path/or/name --text corpus/
 
 Without --teacher, a small teacher is trained first and saved as a checkpoint, from which the

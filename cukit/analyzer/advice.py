@@ -71,7 +71,7 @@ def _roof(analysis: KernelAnalysis) -> Advice | None:
     return Advice(
         "at the roof",
         f"{best.fraction:.0%} of the measured {best.bound} roof ({best.attainable_us:.1f} us)",
-        "Move fewer bytes, or fuse it with its neighbours; the kernel itself has little left.",
+        "Move fewer bytes, or fuse it with adjacent kernels; it cannot get much faster itself.",
         f"at most {1 / best.fraction:.2f}x: the remaining distance to the roof",
     )
 
@@ -104,7 +104,7 @@ def _short(analysis: KernelAnalysis) -> Advice | None:
 
 
 def _uncoalesced(analysis: KernelAnalysis) -> Iterable[Advice]:
-    """If the access widths are unknown, only what is too much for the widest is reported."""
+    """Without known access widths, reports only counts too high for 16-byte accesses."""
     counters = analysis.counters
     for operation, sectors in (
         ("load", counters.load_sectors_per_request if counters else None),
@@ -188,7 +188,7 @@ def _access_width(launch: LaunchAnalysis, accesses: Sequence[AccessPoint]) -> It
     if launch.memory_access is None:
         return
     for operation in ("load", "store"):
-        # cp.async loads, too: code that copies wide does not need wider loads.
+        # cp.async also loads: a kernel with 16-byte copies needs no wider loads.
         kinds = (operation, "async copy") if operation == "load" else (operation,)
         widths: Counter[int] = Counter()
         for width in launch.memory_access.widths:

@@ -209,7 +209,7 @@ class KernelAnalyzer:
         missing: dict[str, str] = {}
 
         def attempt(field: str, action: Callable[[], T]) -> T | None:
-            """The result of `action`; None, with the reason noted, if this machine has none."""
+            """The result of `action`; None and an entry in `missing` if it raises CukitError."""
             try:
                 return action()
             except CukitError as reason:
@@ -265,7 +265,7 @@ class KernelAnalyzer:
     ) -> tuple[LaunchAnalysis, ...]:
         """The launches of one call, each with its duration with a cold L2, from CUPTI.
 
-        A single kernel that is already known only gains its duration.
+        If the call launches one kernel that is already analysed, only its duration is added.
         """
         with KernelTrace() as trace:
             for _ in range(TRACED_CALLS):

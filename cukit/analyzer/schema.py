@@ -366,7 +366,7 @@ class TracedLaunch:
 
 @dataclass(frozen=True)
 class AnalysisReport:
-    """What `KernelAnalyzer.report()` returns and the report files hold."""
+    """The result of `KernelAnalyzer.report()` and the content of report files."""
 
     environment: Environment
     analyses: tuple[KernelAnalysis, ...]

@@ -83,7 +83,7 @@ _MODULE_STATE = (
 
 
 class UnrepeatableError(ConfigError):
-    """The kernel was built in a way that cannot be repeated to learn its properties."""
+    """The kernel cannot be recompiled here to read its properties."""
 
 
 def _required(name: str | None, kernel: Any) -> str:

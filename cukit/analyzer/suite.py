@@ -51,7 +51,7 @@ def flash_attention_cases(small: bool) -> list[SuiteCase]:
 
 
 def matmul_cases(small: bool) -> list[SuiteCase]:
-    """m x k by k x n."""
+    """Products of m x k and k x n matrices."""
     sizes = [(48, 32, 64)] if small else [(4096, 4096, 4096), (8192, 14336, 4096), (16, 8192, 8192)]
     return [
         _case(
@@ -67,7 +67,7 @@ def matmul_cases(small: bool) -> list[SuiteCase]:
 
 
 def rms_norm_cases(small: bool) -> list[SuiteCase]:
-    """tokens x hidden."""
+    """RMS norm of arrays [tokens, hidden]."""
     shapes = [(24, 256)] if small else [(8192, 4096), (16384, 8192)]
     return [
         _case(

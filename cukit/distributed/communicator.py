@@ -111,7 +111,7 @@ def communicator(
         which makes this process's GPU the current device; `HostCommunicator` for numpy.
 
     Raises:
-        ConfigError: the environment.
+        ConfigError: the environment's ranks are invalid.
         CommunicationError: a process does not connect.
         MissingDependencyError: several GPUs, and no NCCL.
     """

@@ -27,7 +27,7 @@ class Ranks:
         rank: 0 .. size - 1.
         size: number of processes.
         local_rank: rank among the processes of this host, and index of the process's GPU.
-        address, port: where rank 0 listens. If the port is in use, rank 0 takes one of the next.
+        address, port: where rank 0 listens. If the port is in use, rank 0 takes one of the next 15.
         job: an identifier of the run, so that two runs on a host do not connect to each other.
     """
 

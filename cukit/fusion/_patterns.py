@@ -152,7 +152,7 @@ def _attention(
 
 
 _NEW_AXES = {2: (None, None), 3: (slice(None), None), 4: (slice(None), slice(None))}
-"""The index that adds axes to arrays of fewer than four."""
+"""The index that adds axes to arrays of fewer than four axes."""
 
 
 def _row_arguments(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:

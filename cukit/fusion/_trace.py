@@ -37,8 +37,8 @@ class CannotTraceError(Exception):
 
 
 class CannotRepeatError(CannotTraceError):
-    """It may do something else in the next call, or to another call's arrays: a CUDA graph would
-    repeat what it did in its capture."""
+    """The function may behave differently in the next call or write to arrays; a CUDA graph would
+    only replay the captured call."""
 
 
 @dataclass(eq=False)

@@ -326,7 +326,7 @@ class MetaAttention:
 
 
 def _widen(array: Array) -> Array:
-    """The array in float32, or in float64 if it is that already."""
+    """`array` in float32; float64 stays float64."""
     return array if array.dtype == np.float64 else array.astype(np.float32, copy=False)
 
 

@@ -32,7 +32,7 @@ TITLES = {
 COLOURS = {
     "student": 0, "student-alone": 1, "teacher": 2, "student-attention": 3, "student-hidden": 4,
 }  # fmt: skip
-"""The first colour, cukit's, is the distilled student's."""
+"""Colour 0, elsewhere cukit's, is the distilled student's."""
 
 
 def distillation_section(run: dict[str, Any]) -> Section:
