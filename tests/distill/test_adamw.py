@@ -69,7 +69,9 @@ def test_mixed_dtypes_in_one_call(device, rng):
 @pytest.mark.parametrize("on_device", [False, True])
 def test_grad_scale_scales_the_gradient(device, rng, on_device):
     start, grad = random(rng, (1000,), "float32"), random(rng, (1000,), "float32")
-    param, placed_grad, scalar = to_device(device, start.copy(), grad, np.array(0.25, np.float32))
+    param, placed_grad, scalar = to_device(
+        device, start.copy(), grad.copy(), np.array(0.25, np.float32)
+    )
     state = AdamWState.for_params([param])
     scale = scalar if on_device else 0.25
     adamw([param], [placed_grad], state, step=1, grad_scale=scale, **OPTIONS)

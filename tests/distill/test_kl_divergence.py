@@ -240,7 +240,7 @@ def test_normalizer_replaces_the_count(device, rng):
 @pytest.mark.parametrize("vocab_size", [257, 40000, 300001])
 def test_the_gradient_may_overwrite_the_logits(device, rng, vocab_size):
     student, teacher = (random(rng, (4, vocab_size), "bfloat16") for _ in range(2))
-    placed = to_device(device, student.copy(), teacher)
+    placed = to_device(device, student.copy(), teacher.copy())
     apart = to_host(kl_divergence(*placed, return_grad=True)[1])
     _, grad = kl_divergence(*placed, return_grad=True, inplace=True)
     assert grad is placed[0]

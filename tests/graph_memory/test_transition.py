@@ -133,8 +133,9 @@ def test_errors_name_the_argument(rng):
         transition_from_adjacency(np.eye(3), normalize="rows")
     with pytest.raises(ArrayShapeError, match=r"adjacency must have shape \(3, 3\)"):
         transition_from_adjacency(np.ones((3, 2)))
-    wrong = graph(rng, 9)._replace(columns=np.full(len(graph(rng, 9).columns), 9, np.int32))
-    with pytest.raises(ArrayError):
+    valid = graph(rng, 9)
+    wrong = valid._replace(columns=np.full(len(valid.columns), 9, np.int32))
+    with pytest.raises(ArrayError, match="columns must be 0 to 8, got 9 to 9"):
         transition_from_adjacency(wrong)
     with pytest.raises(ConfigError, match=r"k must be below the number of rows \(9\), got 9"):
         transition_from_similarity(memory, 9)

@@ -195,12 +195,14 @@ def test_results_share_no_memory_with_each_other(name: str, place_of_results: st
     class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if func.namespace == "cukit" and isinstance(out, tuple):
-                found.append([each.untyped_storage().data_ptr() for each in out if each.numel()])
+            if func.namespace == "cukit":
+                each_result = out if isinstance(out, tuple) else (out,)
+                found.append([x.untyped_storage().data_ptr() for x in each_result if x.numel()])
             return out
 
     with Recorder():
         results(case, inputs, constants)
+    assert any(found)
     for addresses in found:
         assert len(set(addresses)) == len(addresses)
 
