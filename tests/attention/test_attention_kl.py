@@ -16,7 +16,6 @@ from tests.quick_run import emulated
 
 KL_ATOL = 3e-6
 """Tolerance of a row: log-sum-exps and sums of a few hundred terms in float32."""
-PRECISE_RTOL = 2e-5
 
 HEADS = [((4, 4), (4, 4)), ((4, 2), (4, 1)), ((8, 8), (4, 2)), ((2, 1), (6, 2)), ((6, 3), (6, 2))]
 """(query heads, key heads) of teacher and student."""
