@@ -133,7 +133,7 @@ def test_the_commands_exist(page: Path) -> None:
     from cukit.cli import app
 
     known = {command.name for command in app.registered_commands}
-    for command in re.findall(r"(?:^|`)cukit (\w+)", page.read_text(), re.MULTILINE):
+    for command in re.findall(r"(?:^|`|\$ )cukit (\w+)", page.read_text(), re.MULTILINE):
         assert command in known, f"{page.name} names `cukit {command}`"
 
 

@@ -112,7 +112,8 @@ def test_examples_run_and_print_their_comments(page: str, tmp_path: Path) -> Non
     assert result.returncode == 0, result.stderr
     printed = result.stdout.split("\0\n")
     for block, lines in zip(examples(page), printed, strict=False):
-        promised = re.findall(r"^ *# (.*)", block.rpartition("print(")[2], re.MULTILINE)
+        promised = re.findall(r"^print\(.*\)  # (.*)", block, re.MULTILINE)
+        promised += re.findall(r"^ *# (.*)", block.rpartition("print(")[2], re.MULTILINE)
         if promised:
             assert lines.splitlines()[-len(promised) :] == promised
 

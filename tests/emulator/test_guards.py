@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +34,14 @@ extern "C" __global__ void spin(const float* x, float* out) {
   for (int i = 1; i != 0; i = x[0] < 2.0f ? i : 0) {
   }
   out[0] = 1.0f;
+}
+extern "C" __global__ void hold(const float* x, float* out) {
+  volatile float* shown = out;
+  const volatile float* asked = x;
+  shown[1] = 1.0f;
+  while (asked[1] == 1.0f) {
+  }
+  shown[0] = 1.0f;
 }
 extern "C" __global__ void sum(const float* x, float* out) {
   float total;
@@ -123,16 +133,29 @@ def test_ctrl_c_ends_a_launch(source, checked):
 
 
 @pytest.mark.emulator
-def test_a_launch_in_another_thread_ignores_ctrl_c(source):
-    """A program with its own SIGINT handler handles Ctrl-C itself."""
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_launch_in_another_thread_ignores_ctrl_c(source, checked):
+    """A program with its own SIGINT handler handles Ctrl-C itself, during a launch too."""
     seen = []
-    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    x, out = np.ones(64, np.float32), np.zeros(64, np.float32)
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(out[:2].tolist()))
     try:
-        signal.raise_signal(signal.SIGINT)
-        assert launch(source, "copy").sum() == 32
+        with (
+            cukit.backend("emulator", checked=checked, patience=100),
+            ThreadPoolExecutor(1) as pool,
+        ):
+            kernel = load_kernel(KernelSpec(source, "hold", (), 1))
+            launched = pool.submit(kernel, (1,), (x, out))
+            while not (out[1] or launched.done()):
+                time.sleep(0.01)
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.5)
+            x[1] = 0
+            launched.result()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert seen == [1]
+    assert seen == [[0, 1]], "the handler was called during the launch"
+    assert out[0] == 1
 
 
 @pytest.mark.emulator

@@ -116,10 +116,23 @@ def test_every_call_fails(*, lagging: bool, interrupting: bool) -> None:
 
 
 def test_buffers_outside_slots_are_planned_by_the_host() -> None:
+    """Buffers in holes that do not start at a multiple of their size: the device plans no move."""
     scene = Scene(1, raw=False)
-    buffers = [scene.pool.allocate(512), *(scene.pool.allocate_buffer(SIZE) for _ in range(80))]
-    for buffer in buffers[1::2]:
-        buffer.close()  # type: ignore[union-attr]
-    scene.close(50)
-    scene.pool.defragment()
+    blocks = [scene.pool.allocate(size) for _ in range(160) for size in (SIZE, 512)]
+    for block in blocks[::2]:
+        scene.pool.free(block)
+    for number in range(200, 360):
+        scene.add(number)
+    scene.close(130)
+    places = []
+    for buffer, _ in scene.buffers:
+        with buffer.pinned() as address:
+            places.append(address % SIZE)
+    assert any(places)
+    del scene.provider.calls[:]
+    assert scene.pool.defragment().bytes_moved > 0
+    assert [call for call in scene.provider.calls if call in ("move_slots", "copy")] == [
+        "move_slots",
+        "copy",
+    ]
     scene.check()
