@@ -38,7 +38,10 @@ from cukit.sequence._plan import (
     scan_launches,
 )
 
-_STEP_THREADS = 256
+_STEP_THREADS = 128, 512
+"""Minimum and maximum threads per state of a step."""
+_STEP_VECTORS = 4
+"""Vectors of a state that a thread of a step loads ahead, where the state has as many."""
 
 
 def gated_scan(
@@ -146,7 +149,7 @@ def gated_scan_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array
         return reference.gated_scan_step(*arrays)
     launch = _prepare_step(*arrays)
     y = empty(x, x.shape)
-    if y.size:
+    if launch is not None:
         launch(state, x, b, c, log_decay, y)
     return y
 
@@ -177,37 +180,44 @@ def _prepare(
 
 
 @launch_plan
-def _prepare_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) -> Launch:
+def _prepare_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) -> Launch | None:
+    """None: the arrays are empty."""
     _check_step(state, x, b, c, log_decay)
     op = "gated_scan_step"
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     for name, array in (("state", state), ("log_decay", log_decay)):
         check_array(op, name, array, dtypes=(float32,))
+    if not x.size:
+        return None
     batch, num_heads, state_dim, head_dim = state.shape
     channels = log_decay.ndim == 3
-    spec = _step_spec(x.dtype.name, state_dim, access_width(head_dim, state), channels)
+    vec = access_width(head_dim, state)
+    spec = _step_spec(x.dtype.name, state_dim, head_dim, vec, channels)
     scalars = STRUCTS["StepParameters"].pack(
-        batch=batch,
         num_heads=num_heads,
         num_groups=b.shape[1],
-        head_dim=head_dim,
-        state_dim=state_dim,
+        heads_per_group=num_heads // max(1, b.shape[1]),
     )
     if spec.shared_bytes > current_device().shared_bytes_per_block:
         raise ConfigError(f"{op}: state_dim is too large for the GPU, got {state_dim}")
     return Launch(load_kernel(spec), (batch * num_heads,), (scalars,))
 
 
-def _step_spec(dtype: str, state_dim: int, vec: int, channels: bool) -> KernelSpec:
+def _step_spec(dtype: str, state_dim: int, head_dim: int, vec: int, channels: bool) -> KernelSpec:
+    threads, most = _STEP_THREADS
+    while threads < most and threads * _STEP_VECTORS * vec < state_dim * head_dim:
+        threads *= 2
     defines = (
         ("DTYPE", dtype),
+        ("STATE_DIM", state_dim),
+        ("HEAD_DIM", head_dim),
         ("VEC", vec),
         ("CHANNELS", channels),
-        ("THREADS", _STEP_THREADS),
+        ("THREADS", threads),
     )
-    shared = 4 * ((3 if channels else 2) * state_dim + _STEP_THREADS * vec)
+    shared = 4 * ((3 if channels else 2) * state_dim + threads * vec)
     source = "sequence/gated_scan_step.cu"
-    return KernelSpec(source, "gated_scan_step", defines, _STEP_THREADS, shared)
+    return KernelSpec(source, "gated_scan_step", defines, threads, shared)
 
 
 def _check_step(state: Array, x: Array, b: Array, c: Array, log_decay: Array) -> None:
@@ -235,7 +245,7 @@ def _specs(device: Device) -> list[KernelSpec]:
 
 def _step_specs(device: Device) -> list[KernelSpec]:
     return [
-        _step_spec(dtype.name, 128, vec, channels)
+        _step_spec(dtype.name, 128, 64, vec, channels)
         for dtype, vec in zip(KERNEL_DTYPES, (4, 2, 1), strict=True)
         for channels in (False, True)
     ]

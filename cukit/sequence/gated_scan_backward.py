@@ -32,6 +32,7 @@ from cukit.sequence._plan import (
 )
 
 _STATIC_BYTES = 3072
+"""Upper bound of the static shared memory of the gradient kernels."""
 WORKSPACE_BYTES = 7 << 28
 """Maximum workspace of a pass over a range of heads. A pass of this size takes milliseconds, so the
 cost of its launches is negligible."""
@@ -124,7 +125,7 @@ class _Kept(NamedTuple):
 
 
 class _Finish(NamedTuple):
-    """The launch that computes the gradients of keys, queries and decays per channel."""
+    """The launch that computes the gradients of b, c and the decays per channel."""
 
     launch: Launch
     key_shape: tuple[int, ...]
@@ -133,9 +134,9 @@ class _Finish(NamedTuple):
     """[slots, heads, column tiles]"""
 
     def allocate(self, x: Array, grad_b: Array, grad_c: Array) -> tuple[Array, ...]:
-        """The arrays that `gated_scan_backward` writes and this launch reads: gradients of decayed
-        keys and queries (overwritten with the final ones if there is one column tile), products of
-        states, scores."""
+        """The arrays that the gradient kernel writes and this launch reads: gradients of decayed b
+        and c (overwritten with the final ones if there is one column tile), products of states,
+        scores."""
         tiles, state_dim = self.key_shape[2:]
         if tiles > 1:
             grad_b, grad_c = (empty(x, self.key_shape) for _ in range(2))
@@ -161,7 +162,7 @@ class _Pass(NamedTuple):
 
     def run(self, arrays: tuple[Array | None, ...], grads: ScanGradients, kept: _Kept) -> None:
         """Writes the heads' gradients. The next pass may reuse the workspace: its first launch
-        is not a dependent one, so it waits for this pass."""
+        is not a dependent launch, so it starts after this pass has ended."""
         grad_y, x, b, c, log_decay, grad_final_state, initial_state, cu_seqlens = arrays
         raw = (b, c, log_decay)
         scores: Array | object = NULL
@@ -266,7 +267,7 @@ def _prepare_pass(
             (tokens, part.heads, tiles, state_dim),
             (slots, part.heads, tiles),
         )
-        tiles = 1  # it sums over column tiles
+        tiles = 1  # the `finish` launch sums over column tiles
     per_group = max(1, x.shape[2] // num_groups)
     groups = max(1, part.heads // per_group)
     parts = part.heads // groups * tiles
@@ -331,7 +332,7 @@ def plan_passes(num_heads: int, num_groups: int, head_bytes: int) -> tuple[HeadR
 
 
 def _even(count: int, most: int) -> int:
-    """The size of parts of `count`, as few and as even as possible, of at most `most` each."""
+    """The largest part if `count` is split evenly into the fewest parts of at most `most`."""
     return -(-count // -(-count // most))
 
 

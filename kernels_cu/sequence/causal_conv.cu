@@ -4,10 +4,11 @@
 //
 // The inputs before the first token are `before`, or zeros.
 //
-// Memory-bound. Mapping: grid (channels, time, sequence); a thread iterates over TOKENS tokens of VEC channels and
-//   keeps the last WIDTH - 1 inputs in registers.
-// Macros: DTYPE float32|float16|bfloat16; ACTIVATION Silu|NoActivation; WIDTH 2|3|4; VEC a power of two that divides
-//   channels, at most 16 bytes; TOKENS; THREADS. Minimum architecture: sm_80. Computes in float; deterministic.
+// Memory-bound. Mapping: grid (channels, time, sequence); a thread iterates over TOKENS tokens of
+//   VEC channels and keeps the last WIDTH - 1 inputs in registers. Shared memory: none.
+// Macros: DTYPE float32|float16|bfloat16; ACTIVATION Silu|NoActivation; WIDTH 2|3|4; VEC a power of
+//   two that divides channels, at most 16 bytes; TOKENS; THREADS. Minimum architecture: sm_80.
+//   Computes in float; deterministic.
 // Reference: cukit/reference/convolution.py, causal_conv.
 #include "common/activation.cuh"
 #include "common/platform.cuh"

@@ -23,7 +23,7 @@ namespace cukit {
 constexpr int kSub = 16;  // tokens
 constexpr int kSubs = kChunk / kSub;
 constexpr int kChannelPitch = STATE_TILE + 8;  // floats
-// The largest exponent, in bits, for which operands scaled by 2^-kFastRange keep their precision.
+// Queries and keys scaled by 2^-kFastRange keep their precision in T.
 template <typename T>
 constexpr float kFastRange = 60.0f;
 template <>
@@ -44,7 +44,7 @@ struct ChannelTiles {
         keys(memory + kKeyBytes),
         cumsum(reinterpret_cast<float*>(memory + 2 * kKeyBytes)) {}
 
-  // Starts the copies of a chunk; `at` points to its first row.
+  // Starts the copies of a chunk; c, b and log_decay point to its first row.
   CUKIT_DEVICE void start(const element_t* c, const element_t* b, const float* log_decay, long long key_stride,
                           long long decay_stride, int rows, int state_dim) const {
     using Copy = TileCopy<kChunk, STATE_TILE, THREADS, PADDED>;
@@ -61,7 +61,8 @@ struct ChannelTiles {
     cp_async_commit();
   }
 
-  // Replaces log decays by their sums w; sums[sub-chunk][channel] becomes d. All threads; the caller synchronises.
+  // Replaces log decays by their sums w; sums[sub-chunk][channel] becomes d. Called by all threads; the caller
+  // synchronises.
   CUKIT_DEVICE void scan(float (&sums)[kSubs][STATE_TILE]) const {
 #pragma unroll
     for (int first = 0; first < kSubs * STATE_TILE; first += THREADS) {
@@ -79,7 +80,7 @@ struct ChannelTiles {
   }
 };
 
-// Whether a warp's sub-chunk decays by no more than 2^kFastRange in any channel.
+// Whether a warp's sub-chunk decays by a factor of at most 2^kFastRange in every channel. sums: its d.
 CUKIT_DEVICE bool decays_little(const float (&sums)[STATE_TILE]) {
   bool little = true;
 #pragma unroll
@@ -89,7 +90,8 @@ CUKIT_DEVICE bool decays_little(const float (&sums)[STATE_TILE]) {
   return __all_sync(kFullMask, little);
 }
 
-// Calls body(row, column, chunk offset, w) for each eight columns of a warp's 16 rows; w points to their sums.
+// Calls body(row, column, offset, w) for each eight columns of a warp's 16 rows. offset: in queries and in keys, in
+// bytes; w points to the sums of these columns.
 template <typename Body>
 CUKIT_DEVICE void each_eight(const ChannelTiles& tiles, int warp, const Body& body) {
   constexpr int kWords = STATE_TILE / 8;
@@ -117,7 +119,8 @@ CUKIT_DEVICE uint4 pack_eight(const float (&from)[8]) {
                     pack<element_t>(from[4], from[5]), pack<element_t>(from[6], from[7]));
 }
 
-// The decays from the chunk's start to each sub-chunk, and from its end to the chunk's. Threads below STATE_TILE.
+// The decays from the chunk's start to each sub-chunk, and from the sub-chunk's end to the chunk's. One thread per
+// channel; the other threads do nothing.
 CUKIT_DEVICE void sub_chunk_decays(float (&before)[kSubs][STATE_TILE], float (&behind)[kSubs][STATE_TILE],
                                    const float (&sums)[kSubs][STATE_TILE]) {
   const int channel = threadIdx.x;

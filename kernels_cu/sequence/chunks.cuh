@@ -13,8 +13,7 @@ namespace cukit {
 constexpr int kChunk = 64;        // tokens
 constexpr int kHeadColumns = 64;  // columns of head_dim per block
 constexpr float kMinLogDecay = -104.0f;  // natural logarithm; exp(-104) is 0 in float
-// 2^x is 0 in float for x <= this.
-constexpr float kNothingLeft = -150.0f;
+constexpr float kZeroExponent = -150.0f;  // 2^x is 0 in float for x <= this
 
 // The work of a block: chunks [first, end) of the sequence that starts at token `begin`.
 // Grid: (segment, column tile, sequence * heads + head of the launch).
@@ -349,14 +348,14 @@ struct StateDecay {
   }
 
   // Whether all factors are 0. Called by all threads of the block; all get the same result.
-  CUKIT_DEVICE bool nothing_left() const {
-    if constexpr (!PerRow) return sums[0][0] <= kNothingLeft;
-    bool nothing = true;
+  CUKIT_DEVICE bool all_zero() const {
+    if constexpr (!PerRow) return sums[0][0] <= kZeroExponent;
+    bool zero = true;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) nothing = nothing && sums[m][half] <= kNothingLeft;
-    return __syncthreads_and(nothing);
+      for (int half = 0; half < kHalves; ++half) zero = zero && sums[m][half] <= kZeroExponent;
+    return __syncthreads_and(zero);
   }
 };
 

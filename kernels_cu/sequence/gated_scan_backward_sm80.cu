@@ -3,7 +3,7 @@
 //   h_t = exp(l_t) h_{t-1} + b_t x_t^T      y_t = h_t^T c_t      l_t <= 0, one per head
 //
 // With s_i the sum of a chunk's log decays l up to token i, h the state before the chunk, g the gradient of the state
-// after it, d_i that of y_i, e_ij = exp(s_i - s_j):
+// after it, g' that of the state before it, d_i that of y_i, e_ij = exp(s_i - s_j):
 //   dx_j = sum_{i >= j} e_ij (c_i . b_j) d_i + exp(s_last - s_j) g^T b_j
 //   db_j = sum_{i >= j} e_ij (d_i . x_j) c_i + exp(s_last - s_j) g x_j
 //   dc_i = sum_{j <= i} e_ij (d_i . x_j) b_j + exp(s_i) h d_i
@@ -24,7 +24,7 @@
 //   outputs, STATE_TILE x 64 state) of 2 bytes, STATE_TILE x 64 x 2 bytes of g, 2 x 64 x 64 x 2 bytes of scores,
 //   dynamic; 11 x 64 + 4 floats static.
 // CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys and scores; only g
-//   is decayed here. The results are d_i . x_j, h d_i, g x_j and the rows of <g, h>, from which
+//   is decayed here. Besides dx, the results are d_i . x_j, h d_i, g x_j and the rows of <g, h>, from which
 //   gated_scan_channels_backward.cu computes dc, db and the decays' gradients.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; STAGES 1|2; PADDED 0|1:
 //   state_dim or head_dim is not a multiple of its tile (both are of 8); THREADS 128. Minimum architecture: sm_80.
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const T* __restrict__ x,              // [tokens, num_heads, head_dim]
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
     const T* __restrict__ c,              // [tokens, num_groups, state_dim]
-    const float* __restrict__ log_decay,  // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
+    const float* __restrict__ log_decay,  // [tokens, num_heads]; with CHANNELS each chunk's sum, base 2,
                                           // [slots, heads, state_dim]
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
     const T* chunk_states,                // [slots, heads, state_dim, head_dim], before each chunk
@@ -187,8 +187,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
   const cukit::ChunkDecays decay{decays};  // computed by warp 1
   const int quad_column = 2 * (lane % 4);
   const int row0 = 32 * (warp % 2);                     // first row of this warp in db, dc and dx
-  const int key0 = STATE_TILE / 2 * (warp / 2);         // its first column in db and dc
-  const int value0 = kColumns / 2 * (warp / 2);         // its first column in dx
+  const int key0 = STATE_TILE / 2 * (warp / 2);         // first column of this warp in db and dc
+  const int value0 = kColumns / 2 * (warp / 2);         // first column of this warp in dx
   float own[2];
   if (work.first < work.end) {
     start(work.end - 1, 0);

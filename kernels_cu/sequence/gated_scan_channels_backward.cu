@@ -1,16 +1,17 @@
 // Gradients of keys, queries and decays of a gated linear recurrence with a decay per state channel, from the
 // results of gated_scan_backward_sm80.cu or _sm90.cu with CHANNELS.
 //
-// With e_ij = exp(s_i - s_j) per channel, V_ij = d_i . x_j for j <= i, products per channel:
+// With s, h, g and d_i as in gated_scan_backward_sm80.cu, but s per channel, e_ij = exp(s_i - s_j), V_ij = d_i . x_j
+// for j <= i, products per channel:
 //   dc_i = exp(s_i) (h d_i) + sum_{j <= i} V_ij e_ij b_j
 //   db_j = exp(s_last - s_j) (g x_j) + sum_{i >= j} V_ij e_ij c_i
 //   dl_t = sum_{i >= t > j} V_ij e_ij c_i b_j + sum_{i >= t} exp(s_i) c_i (h d_i)
 //        + sum_{j < t} exp(s_last - s_j) b_j (g x_j) + exp(s_last) <g, h>
 // dl is a prefix sum: the term of a pair j < i is added after token j and subtracted after token i, both times as a
 // product of the same rounded factors, so that the two cancel. Sums over different sub-chunks are tensor-core products,
-// decayed from one sub-chunk to the next: sum = exp(d) sum + V_IJ keys_J. So are those within a sub-chunk unless its
-// decays are extreme (channels.cuh). Pairs i = j are not part of the decays' gradients and are added in float. dl is 0
-// where l is clamped.
+// decayed from one sub-chunk to the next: sum = exp(d) sum + V_IJ keys_J, with the sub-chunk's d of channels.cuh. Sums
+// within a sub-chunk are tensor-core products, too, unless its decays are extreme (channels.cuh). Pairs i = j are not
+// part of the decays' gradients and are added in float. dl is 0 where l is clamped.
 // Paper: Yang et al., arXiv:2312.06635.
 //
 // Mapping: grid (slots, heads of the launch), a block of four warps per chunk of 64 tokens; warp w computes dc and db
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
     float* __restrict__ grad_decay,       // [tokens, num_heads, state_dim]
     const __grid_constant__ cukit::ScanParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
-  __shared__ float sums[kSubs][STATE_TILE];    // d
+  __shared__ float sums[kSubs][STATE_TILE];    // d of channels.cuh
   __shared__ float before[kSubs][STATE_TILE];  // decay from the chunk's start to the sub-chunk
   __shared__ float behind[kSubs][STATE_TILE];  // decay from the sub-chunk's end to the chunk's
   __shared__ float reads[kSubs][STATE_TILE];   // sums of exp(s_i) c_i (h d_i)

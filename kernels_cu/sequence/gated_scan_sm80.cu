@@ -65,7 +65,7 @@ using StateValues = float[Rows::kTiles][Rows::kColumnTiles][4];
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     const T* __restrict__ x,              // [tokens, num_heads, head_dim]
     const T* __restrict__ b,              // [tokens, num_groups, state_dim]
-    const T* __restrict__ c,              // [tokens, num_groups, state_dim], without STATES
+    const T* __restrict__ c,              // [tokens, num_groups, state_dim], with STATES 0
     const float* __restrict__ log_decay,  // [tokens, num_heads]; with CHANNELS sums of each chunk, log2,
                                           // [slots, heads, state_dim]
     const T* __restrict__ scores,         // [slots, heads, 64, 64], decayed, with CHANNELS
@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
     const float* initial,                 // [num_sequences, segments, heads, state_dim, head_dim] or null
     T* __restrict__ y,                    // [tokens, num_heads, head_dim]; with STATES 2
                                           // [slots, heads, state_dim, head_dim]
-    float* __restrict__ states,           // like initial with STATES 1, else without segments
+    float* __restrict__ states,           // with STATES 1 like initial, with STATES 0
+                                          // [num_sequences, heads, state_dim, head_dim]
     float* __restrict__ total_decay,      // [num_sequences, segments, heads], with CHANNELS also
                                           // [.., state_dim], log2, with STATES 1
     const __grid_constant__ cukit::ScanParameters p) {
@@ -279,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
 #pragma unroll
           for (int i = 0; i < 4; ++i) h[m][n][i] = fmaf(factor.at(m, i / 2), added[m][n][i], h[m][n][i]);
       total.add(last);
-      if (total.nothing_left()) break;
+      if (total.all_zero()) break;
     } else {
       __syncthreads();  // all warps have read the previous state
       if (more) rows.round<T>(state_tile, h);

@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
         }
       }
       total.add(last);
-      if (total.nothing_left()) break;
+      if (total.all_zero()) break;
     } else {
 #pragma unroll
       for (int m = 0; m < Rows::kTiles; ++m) cukit::wgmma_wait<0>(h[m]);

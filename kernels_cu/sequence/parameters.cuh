@@ -20,7 +20,7 @@ struct SumParameters {
 
 // gated_scan_step
 struct StepParameters {
-  int batch, num_heads, num_groups, head_dim, state_dim;
+  int num_heads, num_groups, heads_per_group;
 };
 
 // causal_conv, causal_conv_backward

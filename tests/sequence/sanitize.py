@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: scans of one block and of several a sequence, steps."""
+"""Groups for `tests.sanitize`: scans of one or several blocks per sequence, steps, convolution."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def evaluate(forward, backward, arrays, grads, cu_seqlens):
 
 
 def run(device, arrays, grads, cu_seqlens):
-    """Results of two runs that agree to the bit."""
+    """Results of a run; a second run must be bitwise equal."""
     placed = to_device(device, *arrays)
     of_outputs = to_device(device, *grads)
     (lengths,) = to_device(device, cu_seqlens)
@@ -111,7 +111,7 @@ def test_matches_reference(device, rng, size, decay, dtype):
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_of_each_class(rng, arch):
-    """mma.sync and wgmma, in two orders of blocks and copies that agree to the bit."""
+    """mma.sync and wgmma, bitwise equal in two orders of blocks and copies."""
     for size in (SIZES[2], SIZES[4], SIZES[5]):
         arrays, grads = problem(rng, size, "bfloat16", 0.05)
         arrays[3][:, ::7] *= 60  # some sub-chunks with extreme decays
@@ -193,7 +193,7 @@ def test_strong_decays_have_small_gradients(device, rng):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_small_gradients_beside_large_sums(device, rng, decays, dtype):
     """Around the strongest decays that tensor-core products within 16 tokens represent, and where
-    only some decays have a gradient: terms of pairs that a decay is not a factor of cancel."""
+    only some decays have a gradient: terms of pairs that do not contain the decay cancel."""
     size = Size(1, 130, 4, 2, 72, 72)
     arrays, grads = problem(rng, size, dtype)
     arrays[3][...] = rng.choice(np.array(decays, np.float32), arrays[3].shape)
@@ -253,9 +253,9 @@ def test_errors_name_the_argument(rng):
         gated_scan_step(state, *one, decay[:, 0, :2].copy())
 
 
-def test_the_kernel_s_limits_are_named(device, rng):
+def test_limits_of_the_kernel_are_named(device, rng):
     if device == "cpu":
-        pytest.skip("rules of the kernel")
+        pytest.skip("requirements of the kernels")
     arrays, _ = problem(rng, Size(1, 4, 1, 1, 16, 16), "float16")
     x, b, c, decay = to_device(device, *arrays[:4])
     (longer,) = to_device(device, np.zeros(decay.size + 1, np.float32))

@@ -18,8 +18,8 @@ from tests.contract import another_order, check_against_reference, random, to_de
 from tests.quick_run import possible
 
 ERROR = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 2e-6}
-"""||out - exact|| / ||exact||. Scores, decayed keys and the state that outputs are read from have
-the inputs' precision."""
+"""||out - exact|| / ||exact||. Scores, decayed keys and the states that outputs are
+computed from have the inputs' precision."""
 
 
 class Size(NamedTuple):
@@ -59,7 +59,7 @@ def rng_of():
 
 
 def inputs(rng, size, dtype, decay=0.2, *, channels=False):
-    """x, b, c, log_decay (channels: of each channel of the state) and initial_state."""
+    """x, b, c, log_decay (with `channels`, one per channel of the state) and initial_state."""
     batch, seq_len, heads, groups, head_dim, state_dim, lengths = size
     x = random(rng, (batch, seq_len, heads, head_dim), dtype)
     b = random(rng, (batch, seq_len, groups, state_dim), dtype, scale=state_dim**-0.5)
@@ -71,7 +71,7 @@ def inputs(rng, size, dtype, decay=0.2, *, channels=False):
 
 
 def recurrence(x, b, c, log_decay, state):
-    """One token after the other, float64, with either kind of decay."""
+    """The recurrence token by token in float64, with a decay per head or per channel."""
     x, b, c, log_decay, h = (array.astype(np.float64) for array in (x, b, c, log_decay, state))
     each = x.shape[2] // b.shape[2]
     b, c = np.repeat(b, each, axis=2), np.repeat(c, each, axis=2)
@@ -88,8 +88,8 @@ def distance(got, exact):
     return np.linalg.norm(got - exact) / max(np.linalg.norm(exact), 1e-30)
 
 
-def run(device, arrays, size, dtype):
-    """y and the final state of two runs that agree to the bit."""
+def run(device, arrays, size):
+    """y and the final state; a second run must be bitwise equal."""
     placed = to_device(device, *arrays, size.cu_seqlens)
     runs = []
     for repeat in range(2):
@@ -108,7 +108,7 @@ def test_matches_reference(device, rng, size, decay, dtype):
     if size.seq_len > 1000 and decay == 0.0:
         decay = 1e-4  # without decay float16 outputs of long sequences overflow
     arrays = inputs(rng, size, dtype, decay)
-    got = run(device, arrays, size, dtype)
+    got = run(device, arrays, size)
     wide = reference.gated_scan(
         *(array.astype(np.float64) for array in arrays[:4]),
         initial_state=arrays[4],
@@ -155,7 +155,7 @@ def test_every_chunk_size_matches_the_recurrence(rng, chunk, channels):
 def test_packed_sequences_match_separate_calls(device, rng):
     size = SIZES[4]
     arrays = inputs(rng, size, "bfloat16")
-    together = run(device, arrays, size, "bfloat16")
+    together = run(device, arrays, size)
     ends = size.cu_seqlens
     for number, (begin, end) in enumerate(itertools.pairwise(ends)):
         part = [np.ascontiguousarray(array[:, begin:end]) for array in arrays[:4]]
@@ -170,7 +170,7 @@ def test_packed_sequences_match_separate_calls(device, rng):
 def test_calls_that_carry_the_state_match_one_call(device, rng, channels):
     size = Size(2, 330, 2, 1, 32, 64)
     arrays = inputs(rng, size, "bfloat16", channels=channels)
-    whole = run(device, arrays, size, "bfloat16")
+    whole = run(device, arrays, size)
     state, outputs = to_device(device, arrays[4])[0], []
     for begin, end in ((0, 128), (128, 131), (131, 330)):
         part = [np.ascontiguousarray(array[:, begin:end]) for array in arrays[:4]]
@@ -187,7 +187,7 @@ def test_decays_of_zero_and_one(device, rng, dtype):
     x, b, c, decay, state = inputs(rng, size, dtype, decay=0.01)
     decay[:, 70], decay[:, 130] = -1e4, -np.inf
     decay[:, 20:40] = 0
-    got = run(device, (x, b, c, decay, state), size, dtype)
+    got = run(device, (x, b, c, decay, state), size)
     y, h = recurrence(x, b, c, np.maximum(decay, -1e4), state)
     assert distance(got.y, y) < ERROR[dtype]
     assert distance(got.final_state, h) < ERROR[dtype]
@@ -206,7 +206,7 @@ def test_nan_stays_in_its_head(device, rng):
 
 
 @pytest.mark.slow
-def test_a_million_steps_do_not_drift(rng):
+def test_a_million_steps_do_not_drift():
     """A state of constant magnitude, in float32, compared with float64."""
     tokens = 1_000_000
     x, b = np.ones((1, tokens, 1, 1), np.float32), np.full((1, tokens, 1, 1), 1e-3, np.float32)
@@ -222,7 +222,7 @@ def test_a_million_steps_do_not_drift(rng):
 def test_a_million_tokens_do_not_drift(rng):
     size = Size(1, 1_000_000, 1, 1, 64, 64)
     arrays = inputs(rng, size, "bfloat16", decay=1e-3)
-    got = run("gpu", arrays, size, "bfloat16")
+    got = run("gpu", arrays, size)
     wide = reference.gated_scan(
         *(array.astype(np.float64) for array in arrays[:4]), initial_state=arrays[4], chunk=256
     )
@@ -320,9 +320,9 @@ def test_errors_name_the_argument(rng):
         )
 
 
-def test_the_kernel_s_limits_are_named(device, rng):
+def test_limits_of_the_kernel_are_named(device, rng):
     if device == "cpu":
-        pytest.skip("rules of the kernel")
+        pytest.skip("requirements of the kernels")
     for head_dim, state_dim, words in ((12, 16, "head_dim"), (16, 136, "state_dim")):
         arrays = inputs(rng, Size(1, 4, 1, 1, head_dim, state_dim), "float16")
         with pytest.raises(ConfigError, match=f"{words} must be a multiple of 8"):

@@ -93,7 +93,8 @@ def test_matches_reference(device, rng, size, dtype):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_gradients_match_finite_differences(rng, chunk):
-    """Of outputs and final state together, with several chunk sizes; two heads share b and c."""
+    """Gradients of outputs and final state together, with several chunk sizes; two heads share b
+    and c."""
     size = Size(2, 23, 4, 2, 6, 5)
     arrays = [array.astype(np.float64) for array in inputs(rng, size, "float32")]
     split = int(np.prod(arrays[0].shape))
@@ -213,7 +214,7 @@ def check_passes(device, rng, size, heads, channels, max_heads):
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize(("size", "heads"), PASSES, ids=str)
 @possible(lambda device: device == "gpu")
-def test_passes_are_one_pass(device, rng, size, heads, channels, max_heads):
+def test_several_passes_equal_one_pass(device, rng, size, heads, channels, max_heads):
     check_passes(device, rng, size, heads, channels, max_heads)
 
 
@@ -276,7 +277,7 @@ def test_errors_name_the_argument(rng):
         gated_scan_backward(grad_y, x, b, c, decay, grad_final_state=grad_final[:1].copy())
 
 
-def test_the_kernel_s_limits_are_named(device, rng):
+def test_limits_of_the_kernel_are_named(device, rng):
     if device == "cpu":
         pytest.skip("the CPU has no such limits")
     grad_y, _, arrays = problem(rng, Size(1, 4, 1, 1, 12, 16), "float16")
