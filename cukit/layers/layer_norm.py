@@ -61,8 +61,9 @@ def layer_norm(
         `y`, shaped like `x`; with `residual`, the pair `(y, x + residual)`.
 
     Raises:
-        ArrayError: invalid dtype, shape, layout or device of an argument; more than 65536 columns
-            (fewer for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
+        ArrayError: invalid dtype, shape, layout or device of an argument; on the GPU, more than
+            65536 columns (32768 for float32 or if rows are not 4-byte aligned); `out` overlaps an
+            input.
         ConfigError: `eps` is negative or not a number.
 
     Runs on CuPy's current stream; accumulates in float32; deterministic.

@@ -44,7 +44,7 @@ def rms_norm(
 ) -> Array | tuple[Array, Array]:
     """Root-mean-square normalisation: `y = s / sqrt(mean(s^2) + eps) * weight`.
 
-    `s` is `x`, or with `residual` the sum `x + residual` rounded to the dtype of `x`, which is also
+    `s` is `x`. With `residual`, `s` is the sum `x + residual`, rounded to the dtype of `x` and also
     returned.
 
     Args:
@@ -58,8 +58,9 @@ def rms_norm(
         `y`, shaped like `x`; with `residual`, the pair `(y, x + residual)`.
 
     Raises:
-        ArrayError: invalid dtype, shape, layout or device of an argument; more than 65536 columns
-            (fewer for float32 or rows that are not 16-byte aligned); `out` overlaps an input.
+        ArrayError: invalid dtype, shape, layout or device of an argument; on the GPU, more than
+            65536 columns (32768 for float32 or if rows are not 4-byte aligned); `out` overlaps an
+            input.
         ConfigError: `eps` is negative or not a number.
 
     Runs on CuPy's current stream; accumulates in float32; deterministic.
@@ -110,7 +111,7 @@ def rms_norm_backward(
         `(grad_x, grad_weight)`, dtypes of `x` and `weight`.
 
     Raises:
-        ArrayError: as :func:`rms_norm`.
+        ArrayError, ConfigError: as :func:`rms_norm`.
 
     Deterministic: weight gradients are summed in a fixed order, without atomics.
     """

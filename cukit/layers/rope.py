@@ -73,7 +73,7 @@ def rope(
     Raises:
         ArrayError: invalid dtype, shape, layout or device of an argument; without `position_ids`,
             `seq_len` exceeds max_positions.
-        ConfigError: `inplace` together with `out`.
+        ConfigError: an invalid option; `inplace` together with `out`.
 
     Runs on CuPy's current stream, in one launch; computes in float32; deterministic.
     Paper: Su et al., arXiv:2104.09864.
@@ -124,7 +124,8 @@ def _pair(op: str, out: Any) -> tuple[Array | None, Array | None]:
     if out is None:
         return None, None
     if not isinstance(out, tuple) or len(out) != 2:
-        raise ConfigError(f"{op}: out must be a pair of arrays, got {type(out).__name__}")
+        got = f"{len(out)} elements" if isinstance(out, tuple) else type(out).__name__
+        raise ConfigError(f"{op}: out must be a pair of arrays, got {got}")
     return out
 
 
@@ -147,7 +148,8 @@ def _rotate(
     q, k, cos, sin, position_ids, q_out, k_out = adopt(
         op, q, k, cos, sin, position_ids, q_out, k_out
     )
-    if inplace is True:
+    check_flag(op, "inplace", inplace)
+    if inplace:
         if q_out is not None:
             raise ConfigError(f"{op}: inplace=True and out are mutually exclusive")
         check_overlap(op, q, name="q", k=k, cos=cos, sin=sin)

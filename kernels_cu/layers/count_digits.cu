@@ -3,11 +3,11 @@
 //   counts[chunk, digit] = number of keys of the chunk with that digit
 //
 // Mapping: one block per chunk of CHUNK keys. Shared memory: 4 * 2^DIGIT_BITS bytes, static.
-// Macros: common/radix.cuh, and ID int32|int64|uint32, the type of `keys` (uint32 after the first
+// Macros: layers/radix.cuh, and ID int32|int64|uint32, the type of `keys` (uint32 after the first
 //   pass). Minimum architecture: sm_80. Integer counts: deterministic. Reference: numpy.bincount.
 #include "common/platform.cuh"
 #include "common/index.cuh"
-#include "common/radix.cuh"
+#include "layers/radix.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) count_digits(
     const cukit::id_t* __restrict__ keys,  // [num_tokens]

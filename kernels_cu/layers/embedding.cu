@@ -1,8 +1,8 @@
 // Embedding look-up: out[n] = weight[ids[n]]. An id out of range yields a row of NaN.
 //
 // Mapping: the vectors of [tokens, hidden] are numbered row by row; a block copies THREADS *
-//   VECS_PER_THREAD consecutive vectors, thread t the t-th of every THREADS, and issues all loads
-//   before the first store. No shared memory.
+//   VECS_PER_THREAD consecutive vectors, of which thread t has t, t + THREADS, ... A thread issues
+//   all its loads before the first store. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64; THREADS; VEC elements per access (VEC *
 //   sizeof(DTYPE) <= 16), a divisor of hidden; VECS_PER_THREAD; INDEX uint32|uint64, which must hold
 //   the number of vectors.

@@ -6,11 +6,11 @@
 // one partial sum per chunk in `parts`; embedding_backward_join.cu adds these up.
 // Mapping: block (c, s) sums the SPAN tokens of chunk c over slice s of THREADS * VEC columns; a
 //   thread owns VEC consecutive columns and loads kAhead rows at a time.
-// Shared memory: 8 * SPAN + 8 bytes, static. Macros: common/runs.cuh. Requires hidden % VEC == 0.
+// Shared memory: 8 * SPAN + 8 bytes, static. Macros: layers/runs.cuh. Requires hidden % VEC == 0.
 // Minimum architecture: sm_80. Accumulates in float in token order: deterministic. Reference:
 //   cukit/reference/embedding.py.
 #include "common/platform.cuh"
-#include "common/runs.cuh"
+#include "layers/runs.cuh"
 #include "common/types.cuh"
 
 namespace {

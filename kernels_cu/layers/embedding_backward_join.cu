@@ -2,11 +2,11 @@
 //
 // Mapping: block (c, s) sums the run that starts in chunk c and continues in chunk c + 1, if there is
 //   one, over slice s of THREADS * VEC columns; other blocks return immediately. No shared memory.
-// Macros: OUT, THREADS, VEC 1|2|4 and SPAN as in common/runs.cuh. Requires hidden % VEC == 0. Minimum
+// Macros: OUT, THREADS, VEC 1|2|4 and SPAN as in layers/runs.cuh. Requires hidden % VEC == 0. Minimum
 //   architecture: sm_80. Accumulates in float in token order: deterministic. Reference:
 //   cukit/reference/embedding.py.
 #include "common/platform.cuh"
-#include "common/runs.cuh"
+#include "layers/runs.cuh"
 #include "common/types.cuh"
 
 using Out = cukit::OUT;

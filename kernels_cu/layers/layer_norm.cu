@@ -1,6 +1,6 @@
 // LayerNorm over rows, optionally fused with the preceding residual addition.
 //
-//   s = x + residual (rounded to the element type and written back)     or  s = x
+//   s = x + residual (rounded to the element type and written to new_residual)     or  s = x
 //   y = (s - mean(s)) * rsqrt(var(s) + eps) * weight + bias
 //
 // Paper: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.

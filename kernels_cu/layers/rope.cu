@@ -17,7 +17,8 @@
 //   HEADS_PER_THREAD; INTERLEAVED 0|1; INVERSE 0|1; POSITIONS 0: none, positions are 0, 1,
 //   2, ... | 1: [seq_len] | 2: [batch, seq_len]; ID int32|int64, the type of the positions; INDEX
 //   uint32|uint64, which must hold the number of threads.
-// Strides and base addresses must be multiples of VEC. No shared memory. Minimum architecture: sm_80.
+// Strides and base addresses must be multiples of VEC elements. No shared memory. Minimum
+// architecture: sm_80.
 // Computes in float; deterministic. Reference: cukit/reference/rope.py.
 #include "common/platform.cuh"
 #include "common/index.cuh"

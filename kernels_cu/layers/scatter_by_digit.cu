@@ -7,12 +7,12 @@
 // Mapping: one block per chunk of CHUNK keys; a warp scatters CHUNK / warps consecutive keys, 32 per
 //   round.
 // Shared memory: 4 * 2^DIGIT_BITS * (THREADS / 32 + 1) + 4 * THREADS / 32 bytes, static.
-// Macros: common/radix.cuh; ID int32|int64|uint32, the type of `keys`; FIRST 0|1: the first pass,
+// Macros: layers/radix.cuh; ID int32|int64|uint32, the type of `keys`; FIRST 0|1: the first pass,
 //   where the token of a key is its position. Minimum architecture: sm_80. Deterministic.
 // Reference: numpy.argsort(kind="stable").
 #include "common/platform.cuh"
 #include "common/index.cuh"
-#include "common/radix.cuh"
+#include "layers/radix.cuh"
 #include "common/reduce.cuh"
 
 namespace {

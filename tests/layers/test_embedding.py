@@ -108,7 +108,7 @@ def test_sort_is_stable_and_complete(rng, num_tokens, num_keys, kind):
 
 @pytest.mark.gpu
 def test_ids_outside_the_table(rng):
-    """They give rows of NaN and no gradient, even if the gradient of their rows is NaN."""
+    """The forward returns NaN for such ids; they get no gradient, even if grad_out is NaN there."""
     ids = np.array([3, -1, 0, 4, 3], np.int64)
     weight, grad_out = random(rng, (4, 24), "float16"), random(rng, (5, 24), "float32")
     grad_out[[1, 3]] = np.nan

@@ -49,7 +49,7 @@ def test_backward_matches_reference(device, rng, shape, dtype, approximate):
 
 @pytest.mark.parametrize("approximate", APPROXIMATE)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_the_tail_keeps_its_digits(device, dtype, approximate):
+def test_the_tail_is_accurate(device, dtype, approximate):
     """Far below zero the result is tiny, but accurate to about the last place."""
     x = np.linspace(-12, 12, 4001).astype(dtype_of(dtype))
     (placed,) = to_device(device, x)
@@ -94,7 +94,7 @@ def test_gradient_by_finite_differences(rng, approximate):
     )
 
 
-def test_normal_cdf_polynomial_is_as_good_as_its_comment_says():
+def test_relative_error_of_the_normal_cdf_polynomial():
     """The coefficients in activation.cuh, read from the source and evaluated in float64."""
     source = read_source("common/activation.cuh")
     text = source[source.index("float p = ") : source.index("const float tail")]
@@ -131,7 +131,7 @@ def test_memory_that_is_not_16_byte_aligned(device, rng):
     )
 
 
-def test_errors():
+def test_errors_name_the_argument():
     x = np.ones((2, 4), np.float32)
     with pytest.raises(ConfigError, match="gelu: approximate must be one of 'none', 'tanh'"):
         gelu(x, approximate="sigmoid")

@@ -65,7 +65,7 @@ def test_out_is_filled_and_returned(device, rng):
     np.testing.assert_array_equal(to_host(out), to_host(gelu_and_mul(x)))
 
 
-def test_errors():
+def test_errors_name_the_argument():
     x = np.ones((2, 4), np.float32)
     with pytest.raises(
         ConfigError, match="gelu_and_mul: approximate must be one of 'none', 'tanh'"

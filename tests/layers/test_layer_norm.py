@@ -16,6 +16,7 @@ from tests.contract import (
     DTYPES,
     check_against_reference,
     check_gradient,
+    offset_by,
     poisoned,
     random,
     to_device,
@@ -23,7 +24,7 @@ from tests.contract import (
 )
 from tests.quick_run import possible
 
-# Rows of one vector, odd rows (scalar accesses), rows longer than one access a thread, many rows.
+# Rows of one vector, odd rows (scalar accesses), rows longer than one access per thread, many rows.
 SHAPES = [(1, 8), (3, 3), (5, 257), (2, 3, 512), (7, 4096), (300, 1000), (2, 16384), (1, 65536)]
 
 
@@ -93,8 +94,8 @@ def test_gradients_of_rows_far_from_zero(device, rng, cols, dtype):
     )
 
 
-# Rows within a warp: every number of lanes and of accesses a lane, places that stay empty; of the
-# rows a block works on at once the last are missing.
+# Rows within a warp: every number of lanes and of accesses per lane, idle lanes, and a last block
+# with fewer rows than it can process at once.
 SHORT_ROWS = [
     *((cols, 0) for cols in (2, 24, 72, 100, 127, 128, 384, 512, 1024)),
     (64, 1),
@@ -106,13 +107,12 @@ SHORT_ROWS = [
 def test_short_rows(device, rng, cols, offset):
     """With an offset of an element no row is aligned to 16 bytes, in any array."""
 
-    def place(rows):
-        flat = random(rng, (offset + rows * cols,), "bfloat16")
-        return flat[offset:].reshape(rows, cols)
+    x, residual, grad_out = (random(rng, (37, cols), "bfloat16") for _ in range(3))
+    weight, bias = (random(rng, (cols,), "bfloat16") for _ in range(2))
 
-    x, residual, grad_out, weight, bias = place(37), place(37), place(37), place(1)[0], place(1)[0]
-
-    def both(x, weight, bias, residual, grad_out):
+    def both(*arrays):
+        placed = (offset_by(each, offset * each.itemsize) for each in arrays)
+        x, weight, bias, residual, grad_out = placed
         y, total = layer_norm(x, weight, bias, residual=residual)
         return y, total, *layer_norm_backward(grad_out, x, weight, grad_residual=residual)
 
@@ -172,7 +172,7 @@ def test_no_rows(device):
     ("arguments", "error", "message"),
     [
         ({"x": np.ones((2, 4), np.int32)}, ArrayDtypeError, "x must be float32"),
-        ({"weight": np.ones(5, np.float32)}, ArrayShapeError, r"weight must have shape \(4\)"),
+        ({"weight": np.ones(5, np.float32)}, ArrayShapeError, r"weight must have shape \(4,\)"),
         ({"bias": np.ones((2, 4), np.float32)}, ArrayShapeError, "bias must have shape"),
         ({"bias": np.ones(4, np.float16)}, ArrayDtypeError, "bias must have the dtype of x"),
         ({"residual": np.ones((4, 2), np.float32)}, ArrayShapeError, "residual"),

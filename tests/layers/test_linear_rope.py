@@ -10,7 +10,8 @@ import pytest
 import cukit
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.gemm.dense._linear_plan import Product, configure, plan_sm90
-from cukit.layers.linear_rope import TILINGS, FusedLinearRope, linear_rope, prefers_fused
+from cukit.gemm.dense.fused_rope import TILINGS, FusedLinearRope, prefers_fused
+from cukit.layers.linear_rope import linear_rope
 from cukit.reference import gemm as reference
 from cukit.reference.rope import rope
 from tests.contract import (
@@ -78,7 +79,7 @@ def test_tables_at_any_address(rng):
 @pytest.mark.parametrize("head_dim", TILINGS)
 def test_the_fused_kernel(device, rng, head_dim, num_sms):
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     check_fused(device, rng, head_dim, num_sms)
 
 
@@ -101,7 +102,7 @@ def check_fused(device, rng, head_dim, num_sms):
         )  # fmt: skip
 
 
-def test_the_reference_is_a_product_and_rope(rng):
+def test_the_reference_equals_a_product_and_rope(rng):
     x, w = rng.standard_normal((2, 5, 12)), rng.standard_normal((6 * 8, 12))
     cos, sin = tables(rng, 5, 8)
     y = (x @ w.T).reshape(2, 5, 6, 8)
@@ -126,6 +127,14 @@ def test_the_fused_kernel_is_used_where_it_is_faster(rows, heads, rotated, head_
     product = Product(rows, heads * head_dim, k, "bfloat16")
     plan = plan_sm90(product, 132)
     assert prefers_fused(product, plan, TILINGS[head_dim], rotated * head_dim) == fused
+
+
+def test_empty_products(device, rng):
+    cos, sin = to_device(device, *tables(rng, 3, 8))
+    for rows, k, width in ((3, 0, 32), (3, 16, 0), (0, 16, 32)):
+        x, w = (random(rng, shape, "float16") for shape in ((rows, k), (width, k)))
+        y = to_host(linear_rope(*to_device(device, x, w), cos, sin, min(1, width)))
+        np.testing.assert_array_equal(y, np.zeros((rows, width), np.float16), strict=True)
 
 
 def test_errors_name_the_argument(rng):

@@ -16,13 +16,14 @@ from tests.contract import (
     DTYPES,
     check_against_reference,
     check_gradient,
+    offset_by,
     poisoned,
     random,
     to_device,
     to_host,
 )
 
-# Rows of one vector, odd rows (scalar accesses), rows longer than one access a thread, many rows.
+# Rows of one vector, odd rows (scalar accesses), rows longer than one access per thread, many rows.
 SHAPES = [(1, 8), (3, 1), (5, 257), (2, 3, 512), (7, 4096), (300, 1000), (2, 16384), (1, 65536)]
 
 
@@ -50,20 +51,20 @@ def test_backward_matches_reference(device, rng, shape, dtype, with_residual):
     weight = random(rng, shape[-1:], dtype)
     added = random(rng, shape, dtype) if with_residual else None
 
-    def flat(function, *arrays):
+    def call(function, *arrays):
         return function(*arrays[:4], grad_residual=arrays[4])
 
     check_against_reference(
-        partial(flat, rms_norm_backward),
-        partial(flat, reference.rms_norm_backward),
+        partial(call, rms_norm_backward),
+        partial(call, reference.rms_norm_backward),
         (grad_out, x, weight, 1e-6, added),
         device=device,
         names=("grad_x", "grad_weight"),
     )
 
 
-# Rows within a warp: every number of lanes and of accesses a lane, places that stay empty; of the
-# rows a block works on at once the last are missing.
+# Rows within a warp: every number of lanes and of accesses per lane, idle lanes, and a last block
+# with fewer rows than it can process at once.
 SHORT_ROWS = [
     *((cols, 0) for cols in (1, 24, 72, 100, 127, 128, 384, 512, 1024)),
     (64, 1),
@@ -75,13 +76,11 @@ SHORT_ROWS = [
 def test_short_rows(device, rng, cols, offset):
     """With an offset of an element no row is aligned to 16 bytes, in any array."""
 
-    def place(rows):
-        flat = random(rng, (offset + rows * cols,), "bfloat16")
-        return flat[offset:].reshape(rows, cols)
+    x, residual, grad_out = (random(rng, (37, cols), "bfloat16") for _ in range(3))
+    weight = random(rng, (cols,), "bfloat16")
 
-    x, residual, grad_out, weight = place(37), place(37), place(37), place(1)[0]
-
-    def both(x, weight, residual, grad_out):
+    def both(*arrays):
+        x, weight, residual, grad_out = (offset_by(each, offset * each.itemsize) for each in arrays)
         y, total = rms_norm(x, weight, residual=residual)
         return y, total, *rms_norm_backward(grad_out, x, weight, grad_residual=residual)
 
@@ -155,7 +154,7 @@ def test_more_than_2_31_elements(rng):
     ("arguments", "error", "message"),
     [
         ({"x": np.ones((2, 4), np.int32)}, ArrayDtypeError, "x must be float32"),
-        ({"weight": np.ones(5, np.float32)}, ArrayShapeError, r"weight must have shape \(4\)"),
+        ({"weight": np.ones(5, np.float32)}, ArrayShapeError, r"weight must have shape \(4,\)"),
         ({"weight": np.ones(4, np.float64)}, ArrayDtypeError, "weight must have the dtype of x"),
         ({"residual": np.ones((4, 2), np.float32)}, ArrayShapeError, "residual"),
         ({"x": np.ones((4, 2), np.float32).T}, ArrayLayoutError, "x must be C-contiguous"),
@@ -184,6 +183,6 @@ def test_plan_covers_every_column(cols):
             assert 1 <= config.num_blocks <= 100
 
 
-def test_plan_refuses_rows_that_do_not_fit():
+def test_plan_rejects_rows_that_do_not_fit():
     with pytest.raises(ArrayShapeError, match="supports up to 65536"):
         plan_rms_norm(1, 65536 * 2, "bfloat16", 2, 8, False, TYPICAL_DEVICES["sm_90"])

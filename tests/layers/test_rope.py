@@ -205,6 +205,10 @@ def test_errors_of_out():
     q, cos_sin = np.ones((1, 2, 1, 4), np.float32), tables(2, 4)
     with pytest.raises(ConfigError, match="inplace=True and out are mutually exclusive"):
         rope(q, q.copy(), *cos_sin, inplace=True, out=(q.copy(), q.copy()))
+    with pytest.raises(ArrayLayoutError, match="q overlaps k in memory"):
+        rope(q, q, *cos_sin, inplace=np.True_)
+    with pytest.raises(ConfigError, match="out must be a pair of arrays, got 3 elements"):
+        rope(q, q, *cos_sin, out=(q, q, q))
     with pytest.raises(ConfigError, match="out must be a pair of arrays, got ndarray"):
         rope(q, q, *cos_sin, out=q.copy())
     with pytest.raises(ArrayLayoutError, match="q_out overlaps q in memory"):

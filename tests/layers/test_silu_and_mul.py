@@ -100,7 +100,7 @@ def test_rows_that_are_not_16_byte_aligned(device, rng):
     [{"vecs_per_thread": 1}, {"vecs_per_thread": 4}, {"index": "uint64"}],
     ids=str,
 )
-def test_every_variant_gives_the_same_bits(rng, change):
+def test_variants_are_bitwise_equal(rng, change):
     rows, hidden = 37, 1000
     x, grad_out = to_device(
         "gpu", random(rng, (rows, 2 * hidden), "bfloat16"), random(rng, (rows, hidden), "bfloat16")

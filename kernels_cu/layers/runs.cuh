@@ -3,7 +3,8 @@
 // A run within one chunk is summed there. For a split run every chunk stores a partial sum: row 1
 // of the chunk if the run starts in it, row 0 if it continues from the previous chunk.
 //
-// Macros: DTYPE, OUT float32|float16|bfloat16: elements of the gradients and of the result;
+// Macros of the kernels that include this file:
+//   DTYPE, OUT float32|float16|bfloat16: elements of the gradients and of the result;
 //   THREADS; VEC elements of a row per thread; SPAN tokens per chunk.
 #pragma once
 
