@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 import cukit
 from cukit.core.device import gpu_available
+from tests.devices import EMULATOR, GPU
 
 pytest_plugins = ("tests.guard", "tests.gpu_lock", "tests.quick_run")
 
@@ -21,7 +23,12 @@ os.environ.setdefault("CUKIT_QUIET", "1")  # hundreds of compiles would clutter 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep compiled kernels in pytest's cache folder, for programs that tests start as well."""
+    """Keep compiled kernels in pytest's cache folder, also for programs that tests start, and
+    restore Python's handler of SIGINT if SIGINT is ignored."""
+    # A shell without job control starts background commands with SIGINT ignored, and so would every
+    # program that a test starts and interrupts.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "cache"):  # unless `-p no:cacheprovider`
         os.environ.setdefault("CUKIT_CACHE_DIR", str(config.cache.mkdir("cukit-kernels")))
 
@@ -54,7 +61,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` without a GPU, unless CUKIT_REQUIRE_GPU is set."""
+    """Shuffle the tests if requested. Without a GPU, skip tests marked `gpu`, or fail if
+    CUKIT_REQUIRE_GPU is set."""
     if config.option.shuffle is not None:
         items[:] = shuffled(items, config.option.shuffle)
     if gpu_available():
@@ -82,8 +90,8 @@ def shuffled(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
 @pytest.fixture(
     params=[
         "cpu",
-        pytest.param("emulator", marks=pytest.mark.emulator),
-        pytest.param("gpu", marks=pytest.mark.gpu),
+        EMULATOR,
+        GPU,
     ]
 )
 def device(request: pytest.FixtureRequest) -> Iterator[str]:

@@ -34,6 +34,15 @@ def random(rng: np.random.Generator, shape: Sequence[int], dtype: str, scale: fl
     return (rng.standard_normal(tuple(shape)) * scale).astype(dtype_of(dtype))
 
 
+def array_module(device: str) -> Any:
+    """Return CuPy for "gpu", otherwise NumPy."""
+    if device != "gpu":
+        return np
+    import cupy
+
+    return cupy
+
+
 def to_device(device: str, *arrays: Array | None) -> tuple[Any, ...]:
     """Return NumPy arrays unchanged, or copied to the GPU for "gpu"; None stays None."""
     if device != "gpu":

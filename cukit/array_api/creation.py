@@ -258,7 +258,10 @@ def _made(op: str, make: Callable[[], Array]) -> Array:
 def _dtype(op: str, dtype: Dtype) -> np.dtype[Any]:
     """`dtype` as a NumPy dtype; None is float32. Raises ArrayDtypeError unless it is numeric."""
     if isinstance(dtype, NarrowDtype):
-        raise ConfigError(f"dtype: create a {dtype.name} array by asarray(values, {dtype.name})")
+        raise ConfigError(
+            f"{op}: dtype {dtype.name} needs values: create the array with asarray(values, "
+            f"{dtype.name})"
+        )
     is_bfloat16 = isinstance(dtype, str) and dtype == "bfloat16"
     try:
         resolved = np.dtype(

@@ -15,11 +15,12 @@ from cukit.core.arrays import adopt, foreign_namespace
 def on_any_library(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `function`, written for NumPy and CuPy arrays, to accept other array-API libraries.
 
-    Arrays of other libraries (JAX, torch, array-api-strict, ...), also inside lists, tuples,
-    dictionaries and dataclasses, are converted through DLPack. They share memory with the caller's
-    arrays, so in-place writes are visible to the caller. Results are converted to the library of
-    the first such argument, except those of a dtype that it lacks, which stay NumPy arrays. NumPy
-    and CuPy arrays are passed through.
+    CPU arrays of other libraries with `__array_namespace__` (JAX, array-api-strict, ...), also
+    inside lists, tuples, dictionaries and dataclasses, are converted through DLPack. They share
+    memory with the caller's arrays, so in-place writes are visible to the caller. NumPy results are
+    converted to the library of the first such argument, except those of a dtype that it lacks. All
+    other arguments are passed through: NumPy and CuPy arrays, torch tensors (which have no
+    `__array_namespace__`), other libraries' arrays on a CUDA device.
     """
 
     @functools.wraps(function)

@@ -26,6 +26,8 @@ from cukit.errors import (
 
 Array = Any
 """A `numpy.ndarray` or `cupy.ndarray`; each op documents dtype and shape."""
+HostArray = np.ndarray[Any, Any]
+"""A `numpy.ndarray` on every device, such as a schedule that is computed on the host."""
 
 bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 float16: np.dtype[Any] = np.dtype(np.float16)
@@ -363,4 +365,5 @@ def check_same_dtype(op: str, **arrays: Array | None) -> None:
 
 
 def _show(shape: Sequence[int | None]) -> str:
-    return "(" + ", ".join("any" if extent is None else str(extent) for extent in shape) + ")"
+    extents = ["any" if extent is None else str(extent) for extent in shape]
+    return f"({extents[0]},)" if len(extents) == 1 else f"({', '.join(extents)})"

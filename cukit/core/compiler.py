@@ -1,6 +1,6 @@
 """Compiles kernel sources with NVRTC into a cache of cubins on disk.
 
-The path is the same with and without a GPU: `cukit compile` writes the files that launches load.
+Compilation does not need a GPU: launches load the files that `cukit compile` writes.
 The cache key covers the source and all files it includes, the macros, the options, the target
 architecture and the versions of NVRTC and of the CUDA headers.
 """
@@ -29,7 +29,7 @@ MacroValue = int | float | str | bool
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One compiled variant of one entry: a source, its macros and its launch shape.
+    """One variant of a kernel: its source, entry, macros and launch shape.
 
     source: path below `kernels_cu/`, e.g. `"layers/rms_norm.cu"`.
     entry: name of the `extern "C"` kernel.
@@ -90,7 +90,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
 
 
 def compile_visibly(spec: KernelSpec, arch: str) -> CompiledKernel:
-    """compile_kernel that prints the compile time to stderr unless CUKIT_QUIET is set."""
+    """compile_kernel, with a line on stderr after a compilation unless CUKIT_QUIET is set."""
     start = time.perf_counter()
     compiled = compile_kernel(spec, arch)
     if not compiled.cached and not os.environ.get("CUKIT_QUIET"):
@@ -101,7 +101,7 @@ def compile_visibly(spec: KernelSpec, arch: str) -> CompiledKernel:
 
 @functools.cache
 def cuda_include_folder() -> Path:
-    """Folder of the CUDA headers (`cuda_fp16.h`): of the runtime wheel or an installed toolkit."""
+    """Folder of the CUDA headers (`cuda_fp16.h`) in the runtime wheel or an installed toolkit."""
     candidates: list[Path] = []
     try:
         from cuda.pathfinder import find_nvidia_header_directory

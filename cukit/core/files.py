@@ -38,8 +38,13 @@ _DTYPES: dict[str, Any] = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "I64": np.int64,
     "I32": np.int32,
+    "I16": np.int16,
     "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
     "U8": np.uint8,
+    "BOOL": np.bool_,
 }
 
 
@@ -84,11 +89,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise DataError(f"{path}: is a folder, not a file")
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        yield target
-        return
+    is_special = target.exists() and not target.is_file()
     temporary = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.tmp")
     try:
+        if is_special:
+            yield target
+            return
         # O_EXCL: does not follow a symbolic link that another user has created.
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         yield temporary
@@ -110,7 +116,7 @@ class Exclusive:
     """
 
     def __init__(self, path: Path) -> None:
-        self._beside = path.with_name(f".{path.name}.lock")
+        self._lock_path = path.with_name(f".{path.name}.lock")
         self._process = os.getpid()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,11 +124,11 @@ class Exclusive:
                 pass  # the previous holder removed the lock file in the meantime
         except OSError as error:
             raise DataError(f"{path}: cannot be written to ({error.strerror})") from error
-        weakref.finalize(self, _unlock, self._descriptor, self._beside, self._process)
+        weakref.finalize(self, _unlock, self._descriptor, self._lock_path, self._process)
 
     def _acquire(self, path: Path) -> bool:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._descriptor = os.open(self._beside, flags, 0o600)
+        self._descriptor = os.open(self._lock_path, flags, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -133,15 +139,15 @@ class Exclusive:
         except OSError:
             return True  # a network folder without locks
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(self._beside).st_ino == os.fstat(self._descriptor).st_ino:
+            if os.stat(self._lock_path).st_ino == os.fstat(self._descriptor).st_ino:
                 return True
         os.close(self._descriptor)
         return False
 
 
-def _unlock(descriptor: int, beside: Path, process: int) -> None:
+def _unlock(descriptor: int, lock_path: Path, process: int) -> None:
     if os.getpid() == process:  # not in a forked child, whose descriptor is a copy
-        beside.unlink(missing_ok=True)
+        lock_path.unlink(missing_ok=True)
     os.close(descriptor)
 
 
@@ -157,7 +163,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_arrays(path: Path, arrays: HostArrays, description: Mapping[str, Any]) -> None:
-    """Writes `arrays` and a JSON-serialisable `description` to a safetensors file, atomically."""
+    """Writes `arrays` and a JSON-serialisable `description` to a safetensors file, atomically.
+
+    Raises DataError if the file cannot be written or has no name for the dtype of an array.
+    """
+    for name, array in arrays.items():
+        if array.dtype not in _DTYPES.values():
+            raise DataError(f"{path}: array {name} has dtype {array.dtype}, which is not supported")
     metadata = {
         "format": "cukit",
         "description": json.dumps(description),

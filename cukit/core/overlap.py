@@ -18,6 +18,7 @@ _MAX_WORK = 10_000
 def check_overlap(
     op: str,
     out: Array | None,
+    /,
     *,
     name: str = "out",
     itself: str = "",
@@ -26,8 +27,8 @@ def check_overlap(
     """Raises ArrayLayoutError if `out` is read-only or shares memory with one of `inputs`.
 
     name: the op's name for `out`.
-    itself: the input that `out` may be identical to (same address, shape and strides): for kernels
-        whose threads write only elements that no other thread reads.
+    itself: the input that `out` may be identical to (same address, shape, strides and dtype):
+        for kernels whose threads write only elements that no other thread reads.
     inputs: None entries are skipped.
     """
     if out is None or out.size == 0:

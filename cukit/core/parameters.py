@@ -2,7 +2,7 @@
 
 A file `parameters.cuh` holds the structs of a kernel family. Python parses its definitions, so
 there is no second definition to keep in sync, and every compilation asserts that the compiler's
-layout equals Python's. Fields are given by name.
+layout equals Python's.
 """
 
 from __future__ import annotations
@@ -109,7 +109,11 @@ class ParameterStruct:
             for name, value in values.items():
                 offset, pack_into, nested = places[name]
                 pack_into(memory, offset, value if nested is None else nested._as_bytes(value))
-        except struct.error as error:
+        except KeyError:
+            raise LaunchError(
+                f"{self.name}: unknown {[name]}; the fields are {', '.join(self._places)}"
+            ) from None
+        except (struct.error, OverflowError) as error:  # OverflowError: a float
             raise LaunchError(f"{self.name}: {error}, got {name}={value!r}") from None
 
     def _bytes(self, values: Sequence[Any]) -> bytes:
@@ -119,7 +123,7 @@ class ParameterStruct:
             flat[index] = nested._as_bytes(flat[index])
         try:
             return self._layout.pack(*flat)
-        except struct.error as error:
+        except (struct.error, OverflowError) as error:  # OverflowError: a float
             raise LaunchError(
                 f"{self.name}: {error}, got {dict(zip(self._names, flat, strict=True))}"
             ) from None

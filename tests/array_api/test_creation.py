@@ -1,4 +1,4 @@
-"""The NumPy-like surface: the same calls on any device."""
+"""Creation functions and default devices: the same calls on every device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_python_floats_become_float32(device):
     assert ck.arange(0.0, 1.0, 0.25, device=device).dtype == np.float32
 
 
-def test_asarray_shares_memory_where_it_can():
+def test_asarray_shares_memory_where_possible():
     array = np.arange(4, dtype=np.float32)
     assert ck.asarray(array, device="cpu") is array
     assert not np.shares_memory(ck.asarray(array, device="cpu", copy=True), array)
@@ -85,13 +85,13 @@ def test_default_device_can_be_chosen(monkeypatch):
         ck.default_device()
 
 
-def test_requesting_a_missing_gpu():
+def test_a_missing_gpu_is_an_error():
     if ck.default_device() == "gpu":
         pytest.skip("there is a GPU")
     with pytest.raises(UnsupportedDeviceError, match="cukit doctor"):
         ck.zeros(3, device="gpu")
 
 
-def test_narrow_dtypes_are_pointed_to_asarray():
+def test_errors_for_narrow_dtypes_suggest_asarray():
     with pytest.raises(ConfigError, match=r"asarray\(values, int4\)"):
         ck.zeros(3, ck.int4)

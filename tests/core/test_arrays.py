@@ -47,12 +47,12 @@ def test_adopt_names_the_op_and_the_type():
         (np.zeros(3, np.int32), {}, ArrayDtypeError, "x must be float32, .* got int32"),
         (np.zeros((3, 4)), {"ndim": 3}, ArrayShapeError, r"3 axes, got shape \(3, 4\)"),
         (np.zeros((3, 4)), {"shape": (None, 5)}, ArrayShapeError, "axis 1: 4 instead of 5"),
-        (np.zeros((3, 4)), {"shape": (3,)}, ArrayShapeError, r"shape \(3\), got \(3, 4\)"),
+        (np.zeros((3, 4)), {"shape": (3,)}, ArrayShapeError, r"shape \(3,\), got \(3, 4\)"),
         (np.zeros((3, 4)).T, {}, ArrayLayoutError, "C-contiguous"),
         (np.zeros((3, 4))[:, ::2], {"contiguous": False}, ArrayLayoutError, "last axis"),
     ],
 )
-def test_check_array_reports_the_value_and_what_is_allowed(array, options, error, message):
+def test_check_array_reports_the_requirement_and_the_value(array, options, error, message):
     with pytest.raises(error, match=f"op: .*{message}"):
         check_array("op", "x", array, **options)
 

@@ -87,6 +87,9 @@ def test_first_compile_is_visible_and_can_be_silenced(sources, capsys, monkeypat
     compiler.compile_visibly(SPEC, "sm_80")
     assert "compiled k(N=3) for sm_80" in capsys.readouterr().err
     compiler.compile_visibly(SPEC, "sm_80")
+    assert capsys.readouterr().err == "", "from the cache"
+    monkeypatch.setenv("CUKIT_QUIET", "1")
+    compiler.compile_visibly(SPEC, "sm_86")
     assert capsys.readouterr().err == ""
 
 

@@ -1,4 +1,4 @@
-"""The cubin reader compared with ptxas' log."""
+"""The cubin reader, compared with the log of ptxas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cukit.core.cubin import read_cubin
 from cukit.core.device import TYPICAL_DEVICES
 from cukit.errors import CompileError
 
-cupy = pytest.importorskip("cupy", reason="reading cubins needs NVRTC to make some")
+cupy = pytest.importorskip("cupy", reason="the cubins are compiled with NVRTC")
 
 
 @pytest.mark.parametrize("device", TYPICAL_DEVICES.values(), ids=lambda device: device.arch)

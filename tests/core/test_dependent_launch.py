@@ -24,7 +24,7 @@ from cukit.graph_memory import Transition, graph_diffusion
 from cukit.moe import expert_order, topk_router
 from cukit.reference import moe as reference
 from cukit.sequence import gated_scan, gated_scan_backward
-from tests.attention.test_new_lengths import Recorder
+from tests.recorder import Recorder
 
 
 def test_structures_have_the_layout_of_the_driver():
@@ -35,7 +35,7 @@ def test_structures_have_the_layout_of_the_driver():
 
 
 def test_threads_launch_on_their_own_streams(monkeypatch):
-    """They share one function, since launches are memoised per description."""
+    """Threads share one DependentFunction, since launches are memoised per description."""
     stream_of = threading.local()
     launched = []
 
@@ -130,24 +130,24 @@ def record(monkeypatch):
     return run
 
 
-def pointers(spec):
-    """For each of the first parameters of a kernel: whether it is `const` and `__restrict__`."""
+def qualifiers(spec):
+    """For each parameter of a kernel: whether it is `const`, and whether it is `__restrict__`."""
     text = re.sub(r"//[^\n]*", "", read_source(spec.source))
     (parameters,) = re.findall(rf"__global__[^;{{]*?\b{spec.entry}\(([^{{]*)\) {{", text)
     return [("const " in each, "__restrict__" in each) for each in parameters.split(",")]
 
 
 @pytest.mark.parametrize(("name", "arch"), CASES)
-def test_what_an_earlier_kernel_of_a_chain_writes_is_not_restrict(record, name, arch):
-    """Else the compiler may load it before the wait, or through the non-coherent cache."""
+def test_arrays_written_earlier_in_a_chain_are_not_restrict(record, name, arch):
+    """Otherwise the compiler may load them before the wait, or through the non-coherent cache."""
     written, found = [], []
     for launch, arrays in record(name, arch):
         if not launch.dependent:
             written.clear()
         spec = launch.kernel.spec
-        flags = pointers(spec)
+        flags = qualifiers(spec)
         for index, (array, (const, restrict)) in enumerate(zip(arrays, flags, strict=False)):
-            if array is None or not isinstance(array, np.ndarray) or array.dtype.names:
+            if not isinstance(array, np.ndarray) or array.dtype.names:
                 continue
             if const and restrict and any(np.shares_memory(array, each) for each in written):
                 found.append(f"{spec.source}: parameter {index} of {spec.entry}")
@@ -199,7 +199,7 @@ def test_writes_of_the_first_kernel_are_visible_to_the_second():
 def test_a_rejected_launch_raises():
     cupy = pytest.importorskip("cupy")
     if current_device().compute_capability < (9, 0):
-        pytest.skip("not on this GPU")
+        pytest.skip("needs compute capability 9.0")
     kernel = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
     with pytest.raises(LaunchError, match="cuLaunchKernelEx: CUDA error"):
         DependentFunction(kernel.kernel)((1,), (4096, 1, 1), (), 0)

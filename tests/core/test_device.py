@@ -11,7 +11,7 @@ from cukit.errors import ConfigError
 @pytest.mark.parametrize(
     ("name", "expected"), [("sm_80", (8, 0)), ("sm_90a", (9, 0)), ("sm_120a", (12, 0))]
 )
-def test_parse_arch(name, expected):
+def test_parse_arch_returns_the_compute_capability(name, expected):
     assert parse_arch(name) == expected
 
 
@@ -21,7 +21,7 @@ def test_parse_arch_rejects_other_names(name):
         parse_arch(name)
 
 
-def test_architecture_specific_targets_since_hopper():
+def test_compile_targets_are_architecture_specific_since_hopper():
     assert typical_device("sm_80").compile_arch == "sm_80"
     assert typical_device("sm_90a").compile_arch == "sm_90a"
     assert TYPICAL_DEVICES["sm_120"].compile_arch == "sm_120a"

@@ -1,4 +1,4 @@
-"""The GPU extra is selected by the driver."""
+"""The GPU extra is selected by the CUDA version of the driver."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_reads_the_kernel_module(text: str, expected: Driver) -> None:
 @pytest.mark.parametrize(
     ("cuda", "extra"), [(None, ""), (11, ""), (12, "cuda12"), (13, "cuda13"), (14, "cuda13")]
 )
-def test_takes_the_newest_extra_that_the_driver_runs(cuda: int | None, extra: str) -> None:
+def test_selects_the_newest_extra_that_the_driver_supports(cuda: int | None, extra: str) -> None:
     assert Driver("1.0", cuda).extra == extra
 
 

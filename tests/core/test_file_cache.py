@@ -55,18 +55,20 @@ def test_a_world_writable_parent_folder_is_rejected(path):
     above.chmod(0o777)
     with pytest.raises(CacheError, match=r"lets any user replace .* run chmod o-w"):
         recall(path)
-    above.chmod(0o1777)  # sticky, like /tmp: only owners can rename
+    above.chmod(0o1777)  # sticky, like /tmp: only the owner of a file can rename it
     assert recall(path)
 
 
-def test_new_folders_are_private_with_any_umask(tmp_path):
+def test_new_folders_and_files_are_private_with_any_umask(tmp_path):
+    path = tmp_path / "a" / "b" / "k.cubin"
     before = os.umask(0)
     try:
-        store(tmp_path / "a" / "b" / "k.cubin", b"code")
+        store(path, b"code")
     finally:
         os.umask(before)
-    for made in ("a", "a/b"):
-        assert (tmp_path / made).stat().st_mode & 0o777 == 0o700
+    for folder in (path.parent, path.parent.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
 
 
 def test_symbolic_links_are_not_followed(path, tmp_path):
@@ -96,17 +98,7 @@ def test_files_of_another_user_are_rejected(path):
         recall(path)
 
 
-def test_folders_are_private_with_any_umask(path):
-    before = os.umask(0)
-    try:
-        store(path, b"code")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-    assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
-
-
-def test_one_of_many_builds(path):
+def test_concurrent_callers_build_once(path):
     built = []
 
     def build():
@@ -119,7 +111,7 @@ def test_one_of_many_builds(path):
     assert len(built) == 1
 
 
-def test_a_failed_build_leaves_nothing(path):
+def test_a_failed_build_stores_nothing(path):
     def build():
         raise RuntimeError("compiler")
 

@@ -48,7 +48,7 @@ def test_attention_replays_without_hidden_state(rng):
     stream = cupy.cuda.Stream(non_blocking=True)
     stream.wait_event(cupy.cuda.get_current_stream().record())
     with stream:
-        # The pool allocates by stream: one run frees a block that the capture reuses.
+        # CuPy's pool keeps free blocks per stream: this run frees a block that the capture reuses.
         ck.flash_attention(q, k, v, causal=True, out=out)
         stream.begin_capture()
         ck.flash_attention(q, k, v, causal=True, out=out)

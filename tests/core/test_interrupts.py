@@ -40,7 +40,7 @@ except KeyboardInterrupt:
           for delay in (0.1, 0.4, 3.0) for threads in (1, 4)),
     ],
 )  # fmt: skip
-def test_python_raises_when_the_compiler_returns(
+def test_keyboard_interrupt_is_raised_when_the_compiler_returns(
     delay: float, threads: int, kernel_cache: Path
 ) -> None:
     result = subprocess.run(

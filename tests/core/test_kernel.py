@@ -32,7 +32,7 @@ def column_sum():
     return compile_kernel(spec, "sm_80")
 
 
-def test_fitting_arguments_pass(column_sum):
+def test_matching_arguments_are_accepted(column_sum):
     check_arguments(column_sum, (FakeGpuArray(), NULL, np.int32(1), np.int32(2)))
 
 
@@ -45,7 +45,7 @@ def test_fitting_arguments_pass(column_sum):
     ],
     ids=["too few", "too wide", "no pointer"],
 )
-def test_a_wrong_list_is_rejected_before_the_launch(column_sum, args):
+def test_mismatched_arguments_are_rejected_before_the_launch(column_sum, args):
     with pytest.raises(LaunchError, match=r"takes 4 parameters of \(8, 8, 4, 4\) bytes"):
         check_arguments(column_sum, args)
 
@@ -157,7 +157,7 @@ def test_a_plan_is_cached_by_the_description_without_lengths(monkeypatch):
 
 def test_cupy_still_passes_values_by_address():
     """Otherwise launches work, but slowly: CuPy wraps every value again (core.kernel.by_value)."""
-    function = pytest.importorskip("cupy.cuda.function", reason="it is CuPy's class")
+    function = pytest.importorskip("cupy.cuda.function", reason="CPointer is a class of CuPy")
     settings = np.arange(3.0).view(np.dtype((np.void, 24)))
     for value in (np.int32(-7), np.int64(1 << 40), np.float32(1.5), settings):
         wrapped = by_value(value)
@@ -167,7 +167,7 @@ def test_cupy_still_passes_values_by_address():
 
 
 def test_a_value_is_copied():
-    pytest.importorskip("cupy", reason="without it values stay as they are")
+    pytest.importorskip("cupy", reason="values are wrapped for CuPy only")
     value = np.arange(3.0).view(np.dtype((np.void, 24)))
     before, wrapped = value.tobytes(), by_value(value)
     value.view(np.float64)[:] = 9.0
@@ -182,7 +182,7 @@ def test_equal_numbers_of_different_types_are_distinct():
         assert ctypes.string_at(by_value(zero).ptr, 4) == zero.tobytes()
 
 
-def test_integers_of_a_launch():
+def test_int32s_packs_and_checks_integers():
     pytest.importorskip("cupy")
     given = (-7, 0, 2**31 - 1, np.int64(5))
     arguments = int32s(*given)

@@ -22,7 +22,7 @@ SOURCES = {
     "family/parameters.cuh": """
         #include "family/inner/parameters.cuh"
         namespace cukit {
-        // A comment with a struct of its own: struct Not { int here; };
+        // Structs in comments are ignored: struct Not { int here; };
         struct Outer {
           int batch,  // and another
               heads;
@@ -47,7 +47,7 @@ def sources(tmp_path, monkeypatch):
     parameter_structs.cache_clear()
 
 
-def test_definitions_are_read_with_those_they_include(sources):
+def test_structs_of_included_headers_are_read_too(sources):
     structs = parameter_structs("family/parameters.cuh")
     assert list(structs) == ["Inner", "Outer"]
     assert structs["Inner"].dtype.itemsize == 16
@@ -95,7 +95,7 @@ def test_every_kind_of_number_is_packed(sources):
 
 
 @pytest.mark.parametrize("field", ["short x", "int x[2]", "Later x", "int* x"])
-def test_values_that_cannot_be_packed_are_rejected(sources, field):
+def test_fields_of_unsupported_types_are_rejected(sources, field):
     (sources / "family/parameters.cuh").write_text(f"struct Odd {{ {field}; }};")
     with pytest.raises(LaunchError, match=r"family/parameters\.cuh: field .* of Odd"):
         parameter_structs("family/parameters.cuh")
@@ -110,9 +110,9 @@ def test_every_compilation_asserts_the_layout(monkeypatch, kernel_cache):
     problem = AttentionProblem(1, 64, 64, 1, 1, 64, "bfloat16", False)
     spec = plan_flash_attention(problem, typical_device("sm_80")).spec()
     compile_kernel(spec, "sm_80")
-    true = layout_assertions(spec.source)
-    wrong = true.replace("window_left) == 64", "window_left) == 68")
-    assert wrong != true
+    correct = layout_assertions(spec.source)
+    wrong = correct.replace("window_left) == 64", "window_left) == 68")
+    assert wrong != correct
     monkeypatch.setattr("cukit.core.compiler.layout_assertions", lambda source: wrong)
     with pytest.raises(CompileError, match="ScoreSettings: laid out as in Python"):
         compile_kernel(spec, "sm_80")
@@ -127,6 +127,14 @@ def test_replaced_fields_are_packed_like_the_others(sources):
     assert packed.tobytes() == outer.pack(**given).tobytes()
     with pytest.raises(LaunchError, match=r"Outer: .*heads=4294967296"):
         outer.changed(packed, heads=1 << 32)
+    with pytest.raises(LaunchError, match=r"Outer: .*scale=1e\+300"):
+        outer.changed(packed, scale=1e300)
+    with pytest.raises(LaunchError, match=r"Outer: .*'scale': 1e\+300"):
+        outer.pack(**given | {"scale": 1e300})
+    with pytest.raises(
+        LaunchError, match=r"Outer: unknown \['haeds'\]; the fields are batch, heads"
+    ):
+        outer.changed(packed, haeds=1)
 
 
 def test_a_field_of_a_nested_struct_is_replaced(sources):

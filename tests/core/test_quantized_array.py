@@ -39,7 +39,7 @@ GROUPINGS = {
     "4x2 blocks": ((6, 10), (1, 0), (2, 4), (2, 5)),
     "keys by channel": ((9, 2, 8), 0, 4, (3, 2, 8)),
     "values by token": ((9, 2, 8), 2, 4, (9, 2, 2)),
-    "heads that share": ((3, 9, 4, 8), (1, 2, 3), (None, 2, None), (3, 1, 2, 1)),
+    "heads that share scales": ((3, 9, 4, 8), (1, 2, 3), (None, 2, None), (3, 1, 2, 1)),
     "each element": ((2, 3), (), None, (2, 3)),
     "no rows": ((0, 10), 1, 4, (0, 3)),
 }
@@ -64,7 +64,7 @@ def by_element(shape, block, factors):
 
 
 @every_grouping
-def test_the_shape_of_the_scales(case):
+def test_scales_must_have_one_element_per_group(case):
     shape, axis, group_size, expected = case
     assert scales_shape(shape, axis, group_size) == expected
     scales = np.ones(expected, np.float32)
@@ -114,8 +114,8 @@ def test_values_are_codes_minus_zero_points_times_scales(device, rng, case, zero
 @pytest.mark.parametrize("narrow", NARROW_DTYPES, ids=repr)
 def test_scales_of_every_dtype_keep_the_error_below_half_a_step(device, rng, narrow, dtype):
     x = rng.standard_normal((5, 70)).astype(np.float32)
-    most = np.abs(np.pad(x, ((0, 0), (0, 26))).reshape(5, 3, 32)).max(axis=-1)
-    scales = (most / narrow.most).astype(dtype_of(dtype))
+    largest = np.abs(np.pad(x, ((0, 0), (0, 26))).reshape(5, 3, 32)).max(axis=-1)
+    scales = (largest / narrow.most).astype(dtype_of(dtype))
     array = ck.QuantizedArray.encode(
         *to_device(device, x), narrow, scales=to_device(device, scales)[0], axis=1, group_size=32
     )
@@ -218,7 +218,7 @@ def test_slices_that_split_a_group_are_rejected():
         array[1, 2]
 
 
-def test_copies_and_moves(device, rng):
+def test_copies_and_moves_keep_the_values(device, rng):
     codes = rng.integers(-128, 128, (4, 6)).astype(np.int8)
     scales = rng.uniform(1, 2, (4, 3)).astype(np.float32)
     placed = to_device(device, codes[:, ::2].copy(), scales, np.ones((4, 3), np.int8))
@@ -241,14 +241,14 @@ def test_copies_and_moves(device, rng):
         copy.to_device("tpu")
 
 
-def test_moving_to_a_missing_gpu():
+def test_moving_to_a_missing_gpu_is_rejected():
     if ck.default_device() == "gpu":
         pytest.skip("there is a GPU")
     with pytest.raises(UnsupportedDeviceError, match="cukit doctor"):
         quantized((3, 4)).to_device("gpu")
 
 
-def test_the_architecture_class_is_reported():
+def test_repr_shows_shapes_and_dtypes_of_scales_and_zero_points():
     assert NarrowArray is ck.QuantizedArray
     assert repr(quantized((3, 8))) == "QuantizedArray(int4, shape=(3, 8))"
     scales = np.ones((3, 2), np.float16)
@@ -258,14 +258,14 @@ def test_the_architecture_class_is_reported():
     )
 
 
-def test_float8_names_match_their_dtypes():
+def test_is_float8_if_any_array_is():
     float8, integers = quantized((4,), dtype=ck.float8_e5m2), quantized((4,))
     assert is_float8(float8)
     assert is_float8(None, integers, float8)
     assert not is_float8(integers, quantized((4,), dtype=ck.int8), np.zeros(4), None)
 
 
-def test_attention_takes_float8_without_scales_alone():
+def test_attention_accepts_only_float8_and_only_without_scales():
     shape = (1, 3, 1, 16)
     plain, integers = quantized(shape, dtype=ck.float8_e4m3), quantized(shape)
     with pytest.raises(ArrayDtypeError, match=r"k must be float8_e4m3 .*, got int4"):

@@ -21,7 +21,7 @@ def square(number: int) -> int:
     return number * number
 
 
-def die(number: int) -> int:
+def kill_worker(number: int) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return number
 
@@ -31,7 +31,7 @@ def blocks_interrupts(_: int) -> bool:
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def wait_for_their_end() -> None:
+def wait_for_workers_to_end() -> None:
     deadline = time.monotonic() + 10
     while multiprocessing.active_children():
         assert time.monotonic() < deadline
@@ -41,23 +41,23 @@ def wait_for_their_end() -> None:
 def test_every_task_is_done_once() -> None:
     assert sorted(run_in_workers(square, range(20), 3)) == [n * n for n in range(20)]
     assert list(run_in_workers(square, [], 3)) == []
-    wait_for_their_end()
+    wait_for_workers_to_end()
 
 
 def test_an_error_propagates_and_stops_the_others() -> None:
     with pytest.raises(ValueError, match="-1 is negative"):
         list(run_in_workers(square, [1, -1, *range(1000)], 2))
-    wait_for_their_end()
+    wait_for_workers_to_end()
 
 
 def test_a_killed_worker_is_reported() -> None:
     with pytest.raises(CukitError, match="was killed"):
-        list(run_in_workers(die, range(4), 2))
-    wait_for_their_end()
+        list(run_in_workers(kill_worker, range(4), 2))
+    wait_for_workers_to_end()
 
 
-def test_workers_never_see_an_interrupt() -> None:
-    """Including the first workers, with which Python also starts a helper process."""
+def test_workers_block_interrupts() -> None:
+    """Including the first worker, with which Python also starts its resource tracker."""
     lines = (
         "from cukit.core.workers import run_in_workers",
         "from tests.core.test_workers import blocks_interrupts",
@@ -73,4 +73,4 @@ def test_a_closed_iterator_ends_its_workers() -> None:
     results = run_in_workers(square, range(1000), 2)
     next(results)
     results.close()  # type: ignore[attr-defined]
-    wait_for_their_end()
+    wait_for_workers_to_end()
