@@ -298,7 +298,10 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
     wgmma_wait<0>(dv);
 #endif
   }
-  const Results results = make_results();
+  Results results = make_results();
+#if ROPE
+  turn_back(dk, results, key);
+#endif
   store<PADDED>(results.k, dk, results.keys_left, key, 0);
 #if !DISTILL
   store<VALUE_PADDED>(results.v, dv, results.keys_left, key, 0);

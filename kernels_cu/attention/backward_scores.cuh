@@ -207,7 +207,42 @@ struct Target {
 struct Results {
   Target k, v;
   int keys_left;
+#if ROPE
+  const float *cosines, *sines;  // of the block's first key
+#endif
 };
+
+#if ROPE
+// Turns dK back by the angle of each key's position. N = HEAD_DIM / 2: the pair of a column is N
+// columns away, in the same thread. dK is multiplied by its factor and rounded first, as where a
+// separate kernel rotates it.
+template <int N>
+CUKIT_DEVICE void turn_back(float (&gradient)[N], Results& results, int first_row) {
+  const int lane_column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + 8 * half;
+    if (row >= results.keys_left) continue;
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n) {
+      const int column = 8 * n + lane_column;
+      const float2 cosine = *reinterpret_cast<const float2*>(results.cosines + row * N + column);
+      const float2 sine = *reinterpret_cast<const float2*>(results.sines + row * N + column);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& first = gradient[4 * n + 2 * half + i];
+        float& second = gradient[4 * (n + N / 8) + 2 * half + i];
+        const float a = to_float(from_float<T>(first * results.k.factor));
+        const float b = to_float(from_float<T>(second * results.k.factor));
+        const float c = i == 0 ? cosine.x : cosine.y, s = i == 0 ? sine.x : sine.y;
+        first = a * c + b * s;
+        second = b * c - a * s;
+      }
+    }
+  }
+  results.k.factor = 1.0f;
+}
+#endif
 
 // Stores the gradients of a warp's sixteen keys, 2 N columns from `first_column` on; `first_row` is
 // the lane's first. Padded: the target may have fewer columns.

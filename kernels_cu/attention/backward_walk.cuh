@@ -6,7 +6,8 @@
 // Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples
 //   of 32, that are multiplied, HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of
 //   a tile, STAGES; QUERY_GRADIENT 0|1 dQ is accumulated too; those of score_options.cuh; DISTILL,
-//   0 where it is not defined: heads of V have a GQA group of their own.
+//   0 where it is not defined: heads of V have a GQA group of their own; ROPE, 0 where it is not
+//   defined: dK is rotated.
 #pragma once
 
 #include "common/hopper/pipeline.cuh"
@@ -26,6 +27,9 @@
 #endif
 #ifndef DISTILL
 #define DISTILL 0
+#endif
+#ifndef ROPE
+#define ROPE 0
 #endif
 
 namespace cukit::backward {

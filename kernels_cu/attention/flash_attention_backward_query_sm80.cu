@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
           cukit::pack<T>(dq[0][n][2 * half] * scale, dq[0][n][2 * half + 1] * scale);
     }
   __syncwarp();
-  const long long row_stride = static_cast<long long>(params.heads_q) * params.head_dim;
+  const long long row_stride = params.grad_q_row;
   const long long first = VARLEN ? 0 : static_cast<long long>(pairs.b) * params.seq_q;
   T* to = grad_q + (first + pairs.row_of_q()) * row_stride + pairs.head * params.head_dim;
   cukit::store_tile<16, HEAD_DIM, cukit::kWarpSize, PADDED>(

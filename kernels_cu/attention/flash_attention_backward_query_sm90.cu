@@ -341,7 +341,7 @@ CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& a
 
     // Recomputed, to save registers in the loop.
     const int row = first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x));
-    const long long row_stride = static_cast<long long>(params.heads_q) * params.head_dim;
+    const long long row_stride = params.grad_q_row;
     const long long first =
         VARLEN ? sequence.first_q : static_cast<long long>(work.b) * params.seq_q;
     cukit::ResultRows<T> results;

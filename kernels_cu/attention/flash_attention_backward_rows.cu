@@ -27,7 +27,8 @@
 //   Optional, default 0: COUNTED 0|1: counters record which tiles of the sum have been stored
 //   (backward_sums.cuh), instead of a sum that starts at zero; TRANSPOSED 0|1: the sum is stored as
 //   blocks of its transpose (query_gradient.cuh); DISTILL 0|1: finish also multiplies by a factor
-//   in device memory.
+//   in device memory; ROPE 0|1: finish turns dQ back by the angle of each query's position (heads
+//   of HEAD_DIM, without VARLEN).
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
 #include "attention/query_gradient.cuh"
@@ -44,6 +45,9 @@
 #endif
 #ifndef DISTILL
 #define DISTILL 0
+#endif
+#ifndef ROPE
+#define ROPE 0
 #endif
 #ifndef TRANSPOSED
 #define TRANSPOSED 0
@@ -159,10 +163,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_kl_backward_prep
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_finish(
     const float* __restrict__ grad_q_sum,  // scratch rows of HEAD_DIM, in blocks
     const int* __restrict__ counters,      // as in prepare
-    T* __restrict__ grad_q,                // [batch, seq_q, heads_q, head_dim], contiguous
+    T* __restrict__ grad_q,                // [batch, seq_q, heads_q, head_dim], rows strided
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
 #if DISTILL
     const float* __restrict__ upstream,  // scalar or null: a factor
+#endif
+#if ROPE
+    const float* __restrict__ cos,  // [seq_q or batch * seq_q, HEAD_DIM / 2]
+    const float* __restrict__ sin,  // as cos
 #endif
     const __grid_constant__ cukit::QuerySumParameters params) {
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
@@ -202,26 +210,57 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
     }
   }
   __syncthreads();
-  const long long row_stride = static_cast<long long>(params.heads_q) * params.head_dim;
+  const long long row_stride = params.grad_q_row;
   const long long query = VARLEN ? place.first_q + place.query
                                  : static_cast<long long>(place.b) * params.seq_q + place.query;
-  cukit::store_tile<TILE_M, HEAD_DIM, THREADS, PADDED>(
-      grad_q + query * row_stride + place.head * params.head_dim, row_stride, tile, 0, rows,
-      params.head_dim, threadIdx.x);
+  T* const to = grad_q + query * row_stride + place.head * params.head_dim;
+#if ROPE
+  static_assert(!PADDED && !VARLEN, "a query's position is its row, and pairs are HEAD_DIM / 2 apart");
+  const long long angle = (params.table_rows ? query : place.query) * (HEAD_DIM / 2);
+  for (int i = threadIdx.x; i < TILE_M * kColumns / 2; i += THREADS) {
+    const int row = i / (kColumns / 2), chunk = i % (kColumns / 2);
+    if (row >= rows) continue;
+    const auto at = [&](int chunk) {
+      return reinterpret_cast<T*>(tile + cukit::Swizzle<HEAD_DIM>::offset(row, chunk));
+    };
+    cukit::Vec<T, 8> first, second;
+    cukit::load(first, at(chunk));
+    cukit::load(second, at(chunk + kColumns / 2));
+    cukit::Vec<float, 4> cosines[2], sines[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const long long table = angle + row * (HEAD_DIM / 2) + chunk * 8 + half * 4;
+      cukit::load<cukit::Cache::Kept>(cosines[half], cos + table);
+      cukit::load<cukit::Cache::Kept>(sines[half], sin + table);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float a = cukit::to_float(first[j]), b = cukit::to_float(second[j]);
+      const float c = cosines[j / 4][j % 4], s = sines[j / 4][j % 4];
+      first[j] = cukit::from_float<T>(a * c + b * s);
+      second[j] = cukit::from_float<T>(b * c - a * s);
+    }
+    cukit::store(to + row * row_stride + chunk * 8, first);
+    cukit::store(to + row * row_stride + chunk * 8 + HEAD_DIM / 2, second);
+  }
+#else
+  cukit::store_tile<TILE_M, HEAD_DIM, THREADS, PADDED>(to, row_stride, tile, 0, rows,
+                                                       params.head_dim, threadIdx.x);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_sum(
-    const float* __restrict__ partial,  // [rows, splits, head_dim]
-    T* __restrict__ gradient,           // [rows, head_dim]
-    long long rows, int splits, int head_dim) {
+    const float* __restrict__ partial,  // [rows, heads, splits, head_dim]
+    T* __restrict__ gradient,           // [rows, heads, head_dim], rows strided
+    long long rows, int heads, int splits, int head_dim, int row_stride) {
   const int chunks = head_dim / 8;
   const long long index = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
-  if (index >= rows * chunks) return;
-  const long long row = index / chunks;
+  if (index >= rows * heads * chunks) return;
+  const long long item = index / chunks;  // of rows and heads
   const int column = static_cast<int>(index % chunks) * 8;
   float sum[8] = {};
   for (int split = 0; split < splits; ++split) {
-    const float* from = partial + (row * splits + split) * head_dim + column;
+    const float* from = partial + (item * splits + split) * head_dim + column;
     cukit::Vec<float, 4> low, high;
     cukit::load<cukit::Cache::Streaming>(low, from);
     cukit::load<cukit::Cache::Streaming>(high, from + 4);
@@ -234,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_s
   cukit::Vec<T, 8> out;
 #pragma unroll
   for (int i = 0; i < 8; ++i) out[i] = cukit::from_float<T>(sum[i]);
-  cukit::store(gradient + row * head_dim + column, out);
+  cukit::store(gradient + item / heads * row_stride + item % heads * head_dim + column, out);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_sinks(

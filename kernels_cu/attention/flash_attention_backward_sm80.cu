@@ -490,8 +490,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
       (VARLEN ? keys_of.first_kv
               : static_cast<long long>(again.head / params.heads) * params.seq_kv) +
       again.tile * TILE_N;
-  const long long key_stride = static_cast<long long>(params.heads) * params.head_dim;
-  const long long value_stride = static_cast<long long>(params.heads) * params.value_dim;
+  const long long key_stride = params.grad_k_row;
+  const long long value_stride = params.grad_v_row;
   grad_k += first * key_stride + again.head % params.heads * params.head_dim;
   if (!DISTILL) grad_v += first * value_stride + again.head % params.heads * params.value_dim;
 #if DISTILL

@@ -22,6 +22,8 @@
 // DETERMINISTIC: work items add to a tile of dQ in a fixed order (backward_sums.cuh), and wait only
 //   for items that started earlier. Otherwise, without a mask, item n of a head starts at query
 //   tile n and wraps around, so that at any time concurrent items add to different rows of dQ.
+// ROPE, narrow heads only: q and k are rotated (layers/rope.cu, not interleaved), and dK is turned back
+//   by the angle of each key's position, as flash_attention_backward_finish does with dQ.
 // DISTILL, narrow heads only: the gradients of the divergence of two models, as in
 //   flash_attention_backward_sm80.cu: V and dO are a teacher's keys and queries, delta is its lse.
 //   Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P
@@ -38,7 +40,8 @@
 //   (backward_walk.cuh); TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 96x128 (128,
 //   DISTILL, up to 64 COLUMNS), 64x64 (192, 256); STAGES 2 or, from 192 columns on, 2|3;
 //   QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS = 384; CAUSAL 0|1; SPLIT 0|1; DETERMINISTIC
-//   0|1; those of score_options.cuh; DISTILL, 0 where it is not defined, 0|1 up to 128 columns.
+//   0|1; those of score_options.cuh; DISTILL, 0 where it is not defined, 0|1 up to 128 columns;
+//   ROPE, likewise, 1 only for heads of HEAD_DIM, without SPLIT, VARLEN and DISTILL.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ with
 //   DETERMINISTIC, otherwise its additions are unordered.
 // Reference: cukit/reference/attention.py.
@@ -56,6 +59,10 @@ using backward::Block;
 using backward::Gradient;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
+#if ROPE
+static_assert(QUERY_GRADIENT && !PADDED && COLUMNS == HEAD_DIM, "pairs of a thread's columns");
+static_assert(!SPLIT && !VARLEN && !DISTILL, "dK is complete, and its position is its row");
+#endif
 
 }  // namespace
 
@@ -78,6 +85,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
     const int* __restrict__ plan,           // VARLEN (backward_work.cuh)
 #if DISTILL
     const float* __restrict__ upstream,  // scalar or null: a factor of dK
+#endif
+#if ROPE
+    const float* __restrict__ cos,  // [seq_kv or batch * seq_kv, HEAD_DIM / 2]
+    const float* __restrict__ sin,  // as cos
 #endif
     const __grid_constant__ cukit::MappedKeyParameters params) {
   __shared__ backward::Shared shared;
@@ -130,21 +141,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
                                             params.settings);
           // Called after the last tile. Reads the work from shared memory again, to save registers.
           const auto results = [&] {
-            const long long row =
-                static_cast<long long>(shared_work.key_row) * params.heads + shared_work.head;
-            const auto target = [&](Gradient* gradient, int columns, float factor) {
-              return backward::Target{gradient + row * columns,
-                                      static_cast<long long>(params.heads) * columns, columns,
-                                      factor};
+            const long long row = shared_work.key_row;
+            const auto target = [&](Gradient* gradient, int row_stride, int columns, float factor) {
+              return backward::Target{gradient + row * row_stride + shared_work.head * columns,
+                                      row_stride, columns, factor};
             };
 #if DISTILL
             const float scale = upstream != nullptr ? params.scale * *upstream : params.scale;
 #else
             const float scale = params.scale;
 #endif
-            return backward::Results{target(grad_k, params.head_dim, scale),
-                                     target(grad_v, params.value_dim, 1.0f),
-                                     shared_work.keys_left};
+            backward::Results results{target(grad_k, params.grad_k_row, params.head_dim, scale),
+                                      target(grad_v, params.grad_v_row, params.value_dim, 1.0f),
+                                      shared_work.keys_left};
+#if ROPE
+            const long long angle =
+                params.table_rows ? row : params.seq_kv - shared_work.keys_left;
+            results.cosines = cos + angle * (HEAD_DIM / 2);
+            results.sines = sin + angle * (HEAD_DIM / 2);
+#endif
+            return results;
           };
 #if QUERY_GRADIENT
           backward::accumulate(shared, tiles, work, results, params.scale_log2,

@@ -1,8 +1,8 @@
 // Queries of a block of the indexer's kernels, and their rows in the scratch arrays.
 //
-// The queries of all sequences are divided into tiles of TILE_M. A launch processes a chunk,
-// chunk_tiles of them from `first_tile` on; its scratch has a row of scratch_row keys for each
-// query of the chunk.
+// The queries of each sequence are divided into tiles of TILE_M. A launch processes a chunk:
+// chunk_tiles tiles, from `first_tile` on. The scratch arrays have a row of scratch_row keys for
+// each query of the chunk.
 // Macros: TILE_M; those of score_options.cuh.
 #pragma once
 
@@ -20,10 +20,10 @@ CUKIT_DEVICE int tiles_of_sequence(const IndexerParameters& params) {
 }
 
 struct IndexerWork {
-  int b, first_row;       // of the tile in its sequence
+  int b, first_row;       // the tile's sequence, and its first query there
   Sequence sequence;
   int rows_left;          // 0 or less: the tile is empty
-  long long scratch;      // first row of the tile's scratch
+  long long scratch;      // the tile's first row in the scratch arrays
 
   // `tile`: index within the launch.
   CUKIT_DEVICE IndexerWork(int tile, int first_tile, const IndexerParameters& params,

@@ -9,18 +9,19 @@
 //     scores^T [64 keys, heads] = C Q^T,    outputs^T [512, heads] = C^T P^T
 //
 //   Codes are in shared memory once, decoded latents only in registers. A block processes its share
-//   of the batch (mla_work.cuh) in pieces: a tile of up to HEADS rows (heads of queries) and a
-//   range of pages of 64 keys. Four warpgroups:
+//   of the batch (mla_work.cuh) in pieces. A piece is a tile of up to HEADS rows (heads of
+//   queries) and a range of pages of 64 keys. Four warpgroups:
 //     - producer: one thread copies pages, a quarter (16 tokens, all their bytes) per copy, to a
 //       ring of SLOTS slots, and loads the queries.
-//     - scores: converts the queries (for the first piece together with the outputs), computes the
-//       scores of a page, row maxima and exponentials,
-//       and stores these, the weights, to one of two buffers. Warp w decodes quarter w.
+//     - scores: converts the queries (for the first piece together with the outputs warpgroups),
+//       computes the scores of a page, row maxima and exponentials, and stores the exponentials,
+//       the weights, to one of two buffers. Warp w decodes quarter w.
 //     - outputs, two warpgroups: group g accumulates output columns 256 g .. 256 g + 255.
 //   A slot is released as soon as its codes are in registers.
 //   Weights: a key's latents are decoded in its own unit 2^e, and the weights include the unit:
-//   exp2(score + e - max), with the maximum of score + e. So they are at most 2^8 for any scales;
-//   row sums are of weights times 2^-e. Maxima are of a tile's pages so far, less at most 8.
+//   exp2(score + e - max), where max is at most 8 below the maximum of score + e over a tile's
+//   pages so far (online_softmax.cuh). So weights are at most 2^8 for any scales; row sums are of
+//   weights times 2^-e.
 //   The order of keys among a warp's rows and of columns among the steps of k is chosen such that
 //   loads of codes are 16 bytes wide without bank conflicts.
 //   Rows of a page beyond the last key may hold arbitrary data: their scores are masked, their
@@ -127,7 +128,7 @@ struct Arrays {
 struct Exchange {
   ParkedShare shares[THREADS / cukit::kWarpSize];
   int share_units;  // units per team
-  // Passed to the outputs with each of the two buffers of weights:
+  // Passed to the outputs warpgroups with each of the two buffers of weights:
   int grown[2];          // whether outputs are to be rescaled
   alignas(16) float shrink[2][HEADS];
   alignas(16) __half ratios[2][kScaleGroups][kPage];
@@ -235,7 +236,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       reinterpret_cast<float2*>(exchange.maxima[own_warp]) + lane % 4 * kHeadPairs;
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.queries));
 
-  // A buffer of weights that the outputs do not use, for two floats per lane % 4, warp and n.
+  // A buffer of weights that the outputs warpgroups do not use, as scratch space: two floats for
+  // each warp, n and lane % 4.
   const auto scratch = [&](const cukit::PipelineState<2>& buffer) {
     return reinterpret_cast<float2*>(tiles.weights + buffer.index * WeightTile::kBytes) + lane % 4;
   };
@@ -353,7 +355,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       }
       cukit::wgmma_wait<0>(acc);
 
-      // Scores in log2 units, plus the unit, less the maximum.
+      // score + e - max, in log2 units.
 #pragma unroll
       for (int n = 0; n < kHeadPairs; n += 2) {
         const float4 four = *reinterpret_cast<const float4*>(&maxima[n]);
@@ -381,7 +383,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
             }
           }
       }
-      // Maxima: the exact ones of the first page; later they are updated once one has grown enough.
+      // Maxima are exact on the first page; later all are updated if any has grown by more than
+      // kLazyGrowth.
       bool renew = page == piece.begin;
       if (!renew) {
         float tops[4] = {acc[0], acc[1], acc[2], acc[3]};  // independent chains

@@ -127,6 +127,8 @@ struct MappedKeyParameters {
   int seq_q, seq_kv;
   int rows_per_head;  // of the scratch arrays (scratch_rows.cuh)
   int head_dim, value_dim;
+  int grad_k_row, grad_v_row;  // elements from one row of dK and dV to the next
+  int table_rows;              // ROPE: rows of the tables per sequence, 0 if all share them
   int section;
   float scale, scale_log2;
   int teacher_group;         // DISTILL: query heads that share a teacher's key head
@@ -156,6 +158,8 @@ struct QuerySumParameters {
   int seq_q;
   int rows_per_head;
   int head_dim;
+  int grad_q_row;  // elements from one row of dQ to the next
+  int table_rows;  // ROPE: as MappedKeyParameters
   float scale;
 };
 
@@ -166,6 +170,7 @@ struct QueryGradientParameters {
   int seq_q, seq_kv;
   int rows_per_head;
   int head_dim, value_dim;
+  int grad_q_row;  // as QuerySumParameters
   int section;
   float scale, scale_log2;
   int teacher_group;         // DISTILL: query heads that share a teacher's key head
@@ -213,6 +218,7 @@ struct MappedQueryParameters {
   int seq_q, seq_kv;
   int rows_per_head;
   int head_dim;
+  int grad_q_row;  // as QuerySumParameters
   float scale, scale_log2;
   ScoreSettings settings;
 };

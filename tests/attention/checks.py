@@ -93,7 +93,7 @@ def run(place, q, k, v, grad_out, options):
     return to_host(out), to_host(lse), both
 
 
-def judge(results, q, k, v, grad_out, options, low):
+def compare_with_float64(results, q, k, v, grad_out, options, low):
     """Compares the results of `run` with float64.
 
     low: (out, lse) and gradients of plain code; an lse of None permits an error of LSE_ATOL only.
@@ -120,11 +120,11 @@ def check(place, q, k, v, grad_out, options, *, strict_lse=True):
     settings = {"causal": False, **options}
     low_out, low_lse = plain.forward(q, k, v, **settings)
     low = (low_out, None if strict_lse else low_lse), plain.backward(grad_out, q, k, v, **settings)
-    judge(run(place, q, k, v, grad_out, options), q, k, v, grad_out, options, low)
+    compare_with_float64(run(place, q, k, v, grad_out, options), q, k, v, grad_out, options, low)
 
 
 def check_forward(place, q, k, v, options):
-    """Checks the forward."""
+    """Checks out and lse of the forward."""
     out, lse = run_forward(place, q, k, v, options)
     exact, exact_lse = exact_forward(q, k, v, options)
     low, low_lse = plain.forward(q, k, v, **{"causal": False, **options})

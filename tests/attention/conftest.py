@@ -12,6 +12,7 @@ from cukit.attention.divergence import _indexer_plan
 from cukit.attention.flash import flash, flash_backward
 from cukit.attention.paged import paged
 from cukit.attention.paged._paged_plan import plan_paged_attention
+from tests.devices import EMULATOR, EMULATOR_SM80, GPU, GPU_SM80
 
 KL = import_module("cukit.attention.divergence.attention_kl")
 KL_BACKWARD = import_module("cukit.attention.divergence.attention_kl_backward")
@@ -22,9 +23,9 @@ INDEXER_BACKWARD = import_module("cukit.attention.divergence.indexer_kl_backward
 @pytest.fixture(
     params=[
         "cpu",
-        pytest.param("emulator", marks=pytest.mark.emulator),
-        pytest.param("gpu", marks=pytest.mark.gpu),
-        pytest.param("gpu sm80", marks=pytest.mark.gpu),
+        EMULATOR,
+        GPU,
+        GPU_SM80,
     ]
 )
 def place(request, monkeypatch) -> Iterator[str]:
@@ -35,6 +36,26 @@ def place(request, monkeypatch) -> Iterator[str]:
         return
     choose_class(request.param, monkeypatch)
     yield request.param.split()[0]
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        EMULATOR,
+        EMULATOR_SM80,
+        GPU,
+        GPU_SM80,
+    ]
+)
+def either_class(request, monkeypatch) -> Iterator[str]:
+    """As `place`; "emulator" runs class sm90, "emulator sm80" class sm80."""
+    device, *named = request.param.split()
+    if device == "emulator":
+        with cukit.backend("emulator", arch="sm_80" if named else "sm_90"):
+            yield device
+        return
+    choose_class(request.param, monkeypatch)
+    yield device
 
 
 @pytest.fixture(params=["gpu", "gpu sm80"])
@@ -55,6 +76,28 @@ def replanned() -> Iterator[None]:
     forget()
     yield
     forget()
+
+
+@pytest.fixture
+def sm90_device(device: str) -> str:
+    """`device`, except the CPU: the GPU or the emulator, both of which run class sm90."""
+    if device == "cpu":
+        pytest.skip("the CPU has no kernels of class sm90")
+    return device
+
+
+@pytest.fixture
+def late_emulator() -> Iterator[str]:
+    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
+    with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
+        yield "emulator"
+
+
+@pytest.fixture
+def emulated_ampere() -> Iterator[str]:
+    """An emulated GPU that runs class sm80 only."""
+    with cukit.backend("emulator", arch="sm_80"):
+        yield "emulator"
 
 
 def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:

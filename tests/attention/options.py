@@ -34,10 +34,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def options_of(rng, asked, batch, heads, lengths, dtype):
-    """Option values as described by `asked`."""
+def options_of(rng, requested, batch, heads, lengths, dtype):
+    """Values of the requested options."""
     extents = dict(zip("bhqk", (batch, heads, *lengths), strict=True))
-    options = dict(asked)
+    options = dict(requested)
     bias_dtype = options.pop("bias_dtype", dtype)
 
     def shape(axes):

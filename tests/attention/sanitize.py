@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.array_api import NarrowArray, float8_e4m3, int4, int8
+from cukit.array_api import QuantizedArray, float8_e4m3, int4, int8
 from cukit.attention import (
     RecentKV,
     append_kv,
@@ -21,6 +21,7 @@ from cukit.attention import (
     cascade_attention,
     encode_mla_latents,
     flash_attention,
+    flash_attention_backward,
     indexer_kl,
     indexer_kl_backward,
     merge_attention_states,
@@ -29,10 +30,10 @@ from cukit.attention import (
     paged_attention,
 )
 from cukit.attention.paged import _cascade_plan
-from tests.attention.checks import run
+from tests.attention.checks import inputs_of, run
 from tests.attention.conftest import choose_class
 from tests.attention.options import OPTIONS, options_of
-from tests.contract import random, to_device, to_host
+from tests.contract import poisoned, random, to_device, to_host
 from tests.sanitize import Group
 
 LENGTHS = [(130, 200), (200, 130)]
@@ -46,14 +47,14 @@ def _rng() -> np.random.Generator:
     return np.random.default_rng(3)
 
 
-def _attend(asked: dict[str, Any], dims: Dims, lengths: tuple[int, int]) -> None:
+def _attend(requested: dict[str, Any], dims: Dims, lengths: tuple[int, int]) -> None:
     """Forward, backward, deterministic backward."""
     rng = _rng()
     q = random(rng, (1, lengths[0], 2, dims[0]), "bfloat16")
     k = random(rng, (1, lengths[1], 1, dims[0]), "bfloat16")
     v = random(rng, (1, lengths[1], 1, dims[1]), "bfloat16")
     grad_out = random(rng, (1, lengths[0], 2, dims[1]), "bfloat16")
-    options = options_of(rng, asked, 1, 2, lengths, "bfloat16")
+    options = options_of(rng, requested, 1, 2, lengths, "bfloat16")
     out, _, gradients = run("gpu", q, k, v, grad_out, options)
     for array in (out, *(x for way in gradients for x in way.values())):
         assert np.isfinite(array.astype(np.float32)).all()
@@ -68,6 +69,23 @@ def plain(*widths: Dims) -> None:
 def with_options(dims: Dims, names: tuple[str, ...]) -> None:
     for name in names:
         _attend(OPTIONS[name], dims, LENGTHS[0])
+
+
+def gradients_side_by_side() -> None:
+    """The backward with rope, into slices of one array: kernels that rotate, and partial sums."""
+    for width, heads, seq_len in ((64, (2, 2), 200), (128, (2, 2), 200), (64, (4, 1), 70)):
+        arrays = inputs_of(_rng(), (seq_len, seq_len), heads, width)
+        q, k, v, grad_out = to_device("gpu", *arrays)
+        angles = _rng().random((seq_len, width // 2), np.float32)
+        tables = to_device("gpu", np.cos(angles), np.sin(angles))
+        out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+        whole = poisoned("gpu", (1, seq_len, sum(heads) + heads[1], width), "bfloat16")
+        targets = np.split(np.arange(whole.shape[2]), np.cumsum(heads))
+        flash_attention_backward(
+            grad_out, q, k, v, out, lse, causal=True, rope=tuple(tables),
+            gradients=tuple(whole[:, :, each[0] : each[-1] + 1] for each in targets),
+        )  # fmt: skip
+        assert np.isfinite(to_host(whole).astype(np.float32)).all()
 
 
 def sequences(dims: Dims) -> None:
@@ -85,8 +103,8 @@ def sequences(dims: Dims) -> None:
         "max_seqlen_q": most[0],
         "max_seqlen_kv": most[1],
     }
-    for asked in ({}, {"causal": True}, OPTIONS["everything"]):
-        options = options_of(rng, asked, len(SEQUENCES[0]), 4, most, "bfloat16")
+    for requested in ({}, {"causal": True}, OPTIONS["everything"]):
+        options = options_of(rng, requested, len(SEQUENCES[0]), 4, most, "bfloat16")
         run("gpu", q, k, v, grad_out, {**options, **packed})
 
 
@@ -111,7 +129,7 @@ def float8(head_dim: int) -> None:
         ]
         for causal, precise in itertools.product((False, True), (False, True)):
             placed = to_device("gpu", *(x.view(np.uint8) for x in arrays))
-            narrow = (NarrowArray(x, float8_e4m3, x.shape) for x in placed)
+            narrow = (QuantizedArray(x, float8_e4m3, x.shape) for x in placed)
             out = flash_attention(*narrow, causal=causal, q_descale=0.5, precise=precise)
             assert np.isfinite(to_host(out).astype(np.float32)).all()
 
@@ -146,7 +164,7 @@ def paged_codes(codes: Any, packed: bool = False) -> None:
     table = rng.permutation(30)[:28].reshape(2, 14).astype(np.int32)
     lengths = np.array([200, 3], np.int32)
     q, storage, scales, table, lengths = to_device("gpu", q, storage, scales, table, lengths)
-    cache = NarrowArray(storage, codes, storage.shape, scales=scales, axis=-1)
+    cache = QuantizedArray(storage, codes, storage.shape, scales=scales, axis=-1)
     assert np.isfinite(
         to_host(paged_attention(q, cache, cache, table, lengths, **given)).astype(float)
     ).all()
@@ -164,8 +182,8 @@ def paged_groups(packed: bool = False) -> None:
     q, storage, table, lengths, columns, rows = placed
     rows = rows.swapaxes(1, 2)
     shape = (6, 128, 2, 128)
-    k = NarrowArray(storage, int4, shape, columns, columns, 1, 64)
-    v = NarrowArray(storage, int4, shape, rows, rows, 3, 128)
+    k = QuantizedArray(storage, int4, shape, columns, columns, 1, 64)
+    v = QuantizedArray(storage, int4, shape, rows, rows, 3, 128)
     out = to_host(paged_attention(q, k, v, table, lengths, **given))
     assert np.isfinite(out.astype(np.float32)).all()
 
@@ -183,9 +201,9 @@ def recent_groups(packed_queries: bool = False) -> None:
     placed = to_device("gpu", q, k, v, storage, storage, table, lengths, packed, *factors, *groups)
     q, k, v, k_codes, v_codes, table, lengths, packed, *rest = placed
     shape = (6, 64, 2, 128)
-    k_cache = NarrowArray(k_codes, int4, shape, rest[0], rest[2], 1, 64)
+    k_cache = QuantizedArray(k_codes, int4, shape, rest[0], rest[2], 1, 64)
     rows = [each.swapaxes(1, 2) for each in (rest[1], rest[3])]
-    v_cache = NarrowArray(v_codes, int4, shape, *rows, 3, 128)
+    v_cache = QuantizedArray(v_codes, int4, shape, *rows, 3, 128)
     rings = to_device("gpu", np.array([1, 0], np.int32))[0]
     pack_kv(k, v, k_cache, v_cache, *rest[4:])
     pack_kv(k, v, k_cache, v_cache, rest[4], table[0, :1].astype("int64"))
@@ -208,7 +226,7 @@ def append(codes: Any) -> None:
         storage = np.zeros(shape, codes.storage_dtype if codes else ml_dtypes.bfloat16)
         scales = np.ones((*shape[:3], 1), np.float32)
         storage, scales = to_device("gpu", storage, scales)
-        caches.append(NarrowArray(storage, codes, shape, scales, axis=-1) if codes else storage)
+        caches.append(QuantizedArray(storage, codes, shape, scales, axis=-1) if codes else storage)
     append_kv(k, v, *caches, slots, q=q, cos=cos, sin=sin, position_ids=positions, out=q)
     assert np.isfinite(to_host(q).astype(np.float32)).all()
 
@@ -361,6 +379,7 @@ GROUPS = {
         f"float8 d{width}": Group(partial(float8, width), quick=width == 128)
         for width in (64, 128, 256)
     },
+    "gradients side by side": Group(gradients_side_by_side, quick=True),
     "latents": Group(partial(latents, 16, 1), shares=True, quick=True),
     "latents, float8": Group(partial(latents, 16, 1, coded=True)),
     "latents, teams and a mask": Group(partial(latents, 128, 2)),

@@ -17,7 +17,7 @@ from tests.quick_run import emulated
 
 CODES: dict[str, Any] = {"": None, "int8": ck.int8, "float8_e4m3": ck.float8_e4m3}
 STEP = {"int8": 1 / 127, "float8_e4m3": 1 / 14}
-"""Of neighbouring codes, relative to the largest value of a row."""
+"""Distance of neighbouring codes, relative to the largest value of a row."""
 
 
 class Step:
@@ -129,7 +129,7 @@ class Step:
 @pytest.mark.parametrize("dtype", [float16, bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
 @emulated(lambda head_dim, dtype: head_dim == 80 or (head_dim == 16 and dtype == bfloat16))
-def test_rows(device: str, codes: str, dtype: Any, head_dim: int) -> None:
+def test_new_rows_match_the_reference(device: str, codes: str, dtype: Any, head_dim: int) -> None:
     step = Step(codes, dtype=dtype, head_dim=head_dim, value_dim=head_dim // 16 * 8 or 8)
     if codes:
         step = Step(codes, dtype=dtype, head_dim=head_dim, value_dim=max(16, head_dim // 32 * 16))
@@ -140,14 +140,14 @@ def test_rows(device: str, codes: str, dtype: Any, head_dim: int) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (80, 32), (256, 128)])
 @emulated(lambda head_dim: head_dim in (64, 80))
-def test_turned_rows(
+def test_rotated_rows(
     device: str, codes: str, interleaved: bool, head_dim: int, rotary_dim: int
 ) -> None:
     Step(codes, head_dim=head_dim, rotary_dim=rotary_dim).check(device, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3"])
-def test_codes_are_those_of_quantize(device: str, codes: str) -> None:
+def test_codes_equal_those_of_quantize(device: str, codes: str) -> None:
     """Bit for bit, with rows of zeros, of tiny values and with infinities."""
     xp = pytest.importorskip("cupy") if device == "gpu" else np
     host = np.asarray if xp is np else xp.asnumpy
@@ -248,7 +248,9 @@ def test_codes_in_the_managers_slab(device: str, codes: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_rejected(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     arguments: dict[str, Any] = {
         "k": np.zeros((2, 1, 8), np.float16),
         "v": np.zeros((2, 1, 8), np.float16),
@@ -260,7 +262,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         ck.append_kv(**(arguments | change))
 
 
-def test_overlapping_caches_are_refused() -> None:
+def test_overlapping_caches_are_rejected() -> None:
     cache, new = np.zeros((2, 4, 1, 8), np.float16), np.zeros((2, 1, 8), np.float16)
     with pytest.raises(ArrayError, match="overlaps"):
         ck.append_kv(new, new, cache, cache, np.zeros(2, np.int64))
@@ -269,5 +271,5 @@ def test_overlapping_caches_are_refused() -> None:
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "team"), [(8, 8, 1), (64, 64, 4), (80, 64, 8), (128, 256, 16)]
 )
-def test_teams(head_dim: int, value_dim: int, team: int) -> None:
+def test_team_sizes(head_dim: int, value_dim: int, team: int) -> None:
     assert plan_append_kv("float16", 0, 1, head_dim, value_dim).team == team

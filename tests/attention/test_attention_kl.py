@@ -11,6 +11,7 @@ import pytest
 from cukit.attention import attention_kl, attention_kl_backward, flash_attention
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import attention_kl as reference
+from tests.attention.checks import on_device, widened
 from tests.contract import another_order, assert_close, poison_pool, random, to_device, to_host
 from tests.quick_run import emulated
 
@@ -48,30 +49,14 @@ def wide(*arrays):
     return tuple(array.astype(np.float64) for array in arrays)
 
 
-def placed_options(device, options):
-    return {
-        name: to_device(device, value)[0] if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
-
-
-def widened(options):
-    """The options, float32 arrays converted to float64."""
-    return {
-        name: value.astype(np.float64)
-        if isinstance(value, np.ndarray) and value.dtype.kind == "f"
-        else value
-        for name, value in options.items()
-    }
-
-
 def check(device, arrays, ways=("none", "both", "teacher", "student", "precise"), **options):
     """Compares rows, lse and gradients with float64, for all combinations of given lse."""
     exact = wide(*arrays)
+    exact_options = {name: widened(value) for name, value in options.items()}
     rows, lse_t, lse_s = reference.attention_kl(
-        *exact, **widened(options), reduction="none", return_lse=True
+        *exact, **exact_options, reduction="none", return_lse=True
     )
-    placed, given = to_device(device, *arrays), placed_options(device, options)
+    placed, given = to_device(device, *arrays), on_device(device, options)
     poison_pool(device)
     got, top_t, top_s = attention_kl(*placed, **given, reduction="none", return_lse=True)
     for name, value, expected in (("lse_t", top_t, lse_t), ("lse_s", top_s, lse_s)):
@@ -89,7 +74,7 @@ def check(device, arrays, ways=("none", "both", "teacher", "student", "precise")
         got = attention_kl(*placed, **given, **known[way], reduction="none")
         assert_close(f"kl ({way})", got, rows, rows, atol)
         assert (to_host(got) >= 0).all()
-    expected = reference.attention_kl_backward(*exact, lse_t, lse_s, **widened(options))
+    expected = reference.attention_kl_backward(*exact, lse_t, lse_s, **exact_options)
     low = reference.attention_kl_backward(
         *arrays, lse_t.astype(np.float32), lse_s.astype(np.float32), **options
     )
@@ -225,7 +210,7 @@ def test_reductions(place, rng, reduction, weighted):
         assert error <= 1e-2 * abs(wanted).max()
 
 
-def test_a_normalizer_makes_micro_batches_add_up(place, rng):
+def test_micro_batches_with_a_normalizer_sum_to_the_batch(place, rng):
     arrays = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (40, 50), batch=4)
     weights = (rng.random((4, 40)) < 0.7).astype(np.float32)
     placed, (weights_on,) = to_device(place, *arrays), to_device(place, weights)
@@ -240,7 +225,7 @@ def test_a_normalizer_makes_micro_batches_add_up(place, rng):
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
-def test_the_same_attention_has_no_divergence(place, rng):
+def test_equal_models_have_no_divergence(place, rng):
     arrays = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (70, 90))
     placed = to_device(place, *arrays[:2])
     loss, lse_t, lse_s = attention_kl(*placed, *placed, return_lse=True)
@@ -251,7 +236,7 @@ def test_the_same_attention_has_no_divergence(place, rng):
 
 
 @pytest.mark.parametrize("noise", [1e-2, 4e-3])
-def test_precise_terms_keep_a_small_divergence(place, rng, noise):
+def test_precise_is_accurate_for_a_small_divergence(place, rng, noise):
     arrays = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (40, 200), closeness=noise)
     exact = float(reference.attention_kl(*wide(*arrays)))
     assert exact < 1e-3
@@ -259,7 +244,7 @@ def test_precise_terms_keep_a_small_divergence(place, rng, noise):
     assert got == pytest.approx(exact, rel=1e-3 if place != "cpu" else 1e-2)
 
 
-def test_rows_without_keys_count_nothing(place, rng):
+def test_rows_without_keys_contribute_nothing(place, rng):
     arrays = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (90, 20))
     placed = to_device(place, *arrays)
     rows, lse_t, lse_s = attention_kl(*placed, causal=True, reduction="none", return_lse=True)
@@ -272,7 +257,7 @@ def test_rows_without_keys_count_nothing(place, rng):
     assert (to_host(grad_q)[:, :70].astype(np.float32) == 0).all()
 
 
-def test_the_lse_of_attention_serves(place, rng):
+def test_accepts_the_lse_of_flash_attention(place, rng):
     q_t, k_t, q_s, k_s = inputs_of(rng, ((4, 2), (4, 1)), (64, 64), (70, 90))
     placed = to_device(place, q_t, k_t, q_s, k_s)
     _, lse_t = flash_attention(placed[0], placed[1], placed[1], causal=True, return_lse=True)
@@ -282,7 +267,7 @@ def test_the_lse_of_attention_serves(place, rng):
     assert got == pytest.approx(exact, rel=2e-5)
 
 
-def test_what_has_no_weight_may_be_anything(place, rng):
+def test_rows_of_weight_zero_may_have_extreme_scores(place, rng):
     q_t, k_t, q_s, k_s = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (40, 50))
     weights = np.ones((1, 40), np.float32)
     weights[0, 5] = 0
@@ -296,7 +281,7 @@ def test_what_has_no_weight_may_be_anything(place, rng):
     assert np.isfinite(to_host(grad_k).astype(np.float32)).all()
 
 
-def test_runs_agree_to_the_bit(device, rng):
+def test_reruns_are_bitwise_equal(device, rng):
     placed = to_device(device, *inputs_of(rng, ((2, 2), (4, 2)), (64, 64), (70, 135)))
     found = []
     for repeat in range({"gpu": 5, "emulator": 2, "cpu": 1}[device]):
@@ -333,7 +318,7 @@ def test_the_gradient_is_the_derivative(rng, dims, causal):
     )
 
 
-def test_the_divergence_is_that_of_the_matrices(rng):
+def test_equals_the_divergence_of_materialised_probabilities(rng):
     q_t, k_t, q_s, k_s = inputs_of(rng, ((2, 2), (2, 2)), (8, 8), (5, 7), "float64")
 
     def softmax(q, k):

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cukit.array_api import NarrowArray, float8_e4m3
+from cukit.array_api import QuantizedArray, float8_e4m3
 from cukit.attention import block_sparse_attention, flash_attention, flash_attention_backward
 from cukit.reference import attention as reference
 from cukit.reference import block_sparse_attention as block_sparse_reference
@@ -230,7 +230,7 @@ def test_float8(rng, length, precise):
     arrays = [ends_with(each.view(np.uint8)) for each in last]
     assert len(arrays[0]) <= 65535, "one sequence per block along a grid axis"
     out, lse = flash_attention(
-        *(NarrowArray(each, float8_e4m3, each.shape) for each in arrays),
+        *(QuantizedArray(each, float8_e4m3, each.shape) for each in arrays),
         precise=precise,
         return_lse=True,
     )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
-import cukit
 from cukit.attention import block_sparse_attention, flash_attention
 from cukit.attention.flash._arguments import PARAMETERS
 from cukit.attention.flash._flash_plan_sm90 import plan_flash_attention_sm90
@@ -21,20 +18,6 @@ from tests.contract import assert_close, poison_pool, poisoned, random, to_devic
 
 LSE_ATOL = 1e-5
 OUT_ATOL = 2e-2  # for outputs of magnitude 1 in bfloat16, with rounded probabilities
-
-
-@pytest.fixture
-def late_emulator() -> Iterator[str]:
-    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
-    with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
-        yield "emulator"
-
-
-@pytest.fixture
-def emulated_ampere() -> Iterator[str]:
-    """An emulated GPU whose kernels support per-score masks only."""
-    with cukit.backend("emulator", arch="sm_80"):
-        yield "emulator"
 
 
 def inputs_of(rng, lengths, heads, head_dim, size, density, mask_heads=1, batch=1):
@@ -93,6 +76,7 @@ def test_late_completion(late_emulator, rng):
 
 @pytest.mark.emulator
 def test_ampere_expands_the_mask(emulated_ampere, rng):
+    """Kernels of class sm80 support per-score masks only."""
     size = (64, 40)
     check(emulated_ampere, inputs_of(rng, (150, 200), (2, 1), 64, size, 0.5), size)
 
@@ -108,7 +92,7 @@ def test_options_inside_the_blocks(device, rng):
     check(device, inputs_of(rng, (150, 300), (2, 1), 64, size, 0.6), size, **options)
 
 
-def test_a_mask_without_any_block(device, rng):
+def test_a_mask_without_blocks(device, rng):
     q, k, v, mask = inputs_of(rng, (150, 200), (2, 1), 64, (64, 64), 0.0)
     out, lse = block_sparse_attention(
         *to_device(device, q, k, v, mask), block_size=64, return_lse=True
@@ -117,7 +101,7 @@ def test_a_mask_without_any_block(device, rng):
     assert np.isneginf(to_host(lse)).all()
 
 
-def test_a_mask_of_all_blocks_is_no_mask(device, rng):
+def test_a_mask_of_all_blocks_equals_no_mask(device, rng):
     q, k, v, mask = inputs_of(rng, (150, 200), (2, 1), 64, (64, 64), 2.0)
     placed = to_device(device, q, k, v, mask[0])
     out = to_host(block_sparse_attention(*placed, block_size=64, causal=True))
@@ -134,7 +118,7 @@ def test_many_tiles(rng):
 
 
 @pytest.mark.gpu
-def test_reruns_agree_to_the_bit(rng):
+def test_reruns_are_bitwise_equal(rng):
     placed = to_device("gpu", *inputs_of(rng, (1600, 1777), (40, 8), 128, (128, 128), 0.3, batch=2))
     first: list[bytes] = []
     for _ in range(20):
@@ -145,9 +129,9 @@ def test_reruns_agree_to_the_bit(rng):
         assert bits == first
 
 
-def test_lists_name_every_visible_tile_once(device, rng):
+def test_tile_lists_contain_every_visible_tile_once(device, rng):
     if device == "cpu":
-        pytest.skip("the lists are made by a kernel")
+        pytest.skip("a kernel writes the lists")
     problem = AttentionProblem(1, 500, 700, 3, 1, 128, "bfloat16", True)
     size = (64, 32)
     config = plan_flash_attention_sm90(problem, typical_device("sm_90"), size)
@@ -156,46 +140,45 @@ def test_lists_name_every_visible_tile_once(device, rng):
     visible = reference.expand_blocks(mask, size, 500, 700)[0]
     visible &= np.arange(700) <= np.arange(500)[:, None] + 200
     plan = to_device(device, np.full(config.plan_size(500, 700, 3), -1, np.int32))[0]
-    settings = _no_settings()
-    facts = (np.int32(3), np.int32(500), np.int32(700), np.int32(7), settings)
+    num_blocks = 7
+    extents = (np.int32(3), np.int32(500), np.int32(700))
+    scalars = (*extents, np.int32(num_blocks), _no_score_options())
     kernel = load_kernel(config.plan_spec())
-    kernel((config.plan_blocks(500, 3),), (to_device(device, mask)[0], plan, *facts))
+    kernel((config.plan_blocks(500, 3),), (to_device(device, mask)[0], plan, *scalars))
     plan = to_host(plan)
-    assert plan[0] == 7
+    assert plan[0] == num_blocks
     lists = plan[1:].reshape(3, -(-500 // tile_m), 1 + -(-700 // tile_n))
     for head, tile in np.ndindex(lists.shape[:2]):
         rows = visible[head, tile * tile_m : (tile + 1) * tile_m]
         parts = [rows[:, first : first + tile_n] for first in range(0, 700, tile_n)]
         count, *entries = lists[head, tile]
-        wanted = [2 * i + (not part.all()) for i, part in enumerate(parts) if part.any()]
-        if not wanted:
+        expected = [2 * i + (not part.all()) for i, part in enumerate(parts) if part.any()]
+        if not expected:
             assert (count, entries[0]) == (1, 1), "one tile, fully masked"
             continue
         # A tile that the causal mask hides completely may be listed, as a partially masked one.
         listed = entries[:count]
         assert [each // 2 for each in listed] == sorted({each // 2 for each in listed})
-        assert set(wanted) <= set(listed)
-        assert all(each % 2 for each in set(listed) - set(wanted))
+        assert set(expected) <= set(listed)
+        assert all(each % 2 for each in set(listed) - set(expected))
 
 
-def _no_settings():
+def _no_score_options():
     return np.zeros(1, parameter_structs(PARAMETERS)["ScoreSettings"].dtype)
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (1, 2, 4), (3, 2, 3), (1, 1, 2, 3)])
-def test_masks_of_another_shape_are_refused(device, shape):
+@pytest.mark.parametrize("shape", [(1, 2, 4), (3, 2, 3), (1, 1, 2, 3)])
+def test_masks_of_the_wrong_shape_are_rejected(device, shape):
     q, kv = to_device(
         device, np.zeros((1, 150, 2, 64), np.float16), np.zeros((1, 250, 1, 64), np.float16)
     )
-    (mask,) = to_device(device, np.ones(shape, bool))
-    if shape == (2, 3):
-        block_sparse_attention(q, kv, kv, mask, block_size=(100, 100))
-        return
+    accepted, mask = to_device(device, np.ones((2, 3), bool), np.ones(shape, bool))
+    block_sparse_attention(q, kv, kv, accepted, block_size=(100, 100))
     with pytest.raises(ArrayShapeError, match=r"block_mask must be \(2, 3\)"):
         block_sparse_attention(q, kv, kv, mask, block_size=(100, 100))
 
 
-def test_other_mistakes_are_refused(device):
+def test_other_invalid_arguments_are_rejected(device):
     (q,) = to_device(device, np.zeros((1, 150, 2, 64), np.float16))
     (mask,) = to_device(device, np.ones((2, 2), np.int32))
     with pytest.raises(ArrayDtypeError, match="block_mask"):

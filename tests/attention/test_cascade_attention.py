@@ -9,12 +9,13 @@ import pytest
 
 import cukit as ck
 from cukit.attention.flash._problem import AttentionProblem
-from cukit.attention.paged import _cascade_plan, cascade
+from cukit.attention.paged import _cascade_plan
 from cukit.attention.paged._cascade_plan import Pass, Prefix, plan_cascade
 from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import current_device, typical_device
 from cukit.errors import ArrayShapeError, ConfigError
-from tests.attention.test_paged_attention import DTYPES, ROUNDING, Cache, array_module
+from tests.attention.test_paged_attention import DTYPES, ROUNDING, Cache
+from tests.contract import array_module
 from tests.quick_run import emulated
 
 H200 = typical_device("sm_90")
@@ -113,7 +114,7 @@ def test_rows_of_a_prefill(shared: str, monkeypatch: pytest.MonkeyPatch) -> None
     SharedCache([150, 100, 66, 130] * 2, ((64, 8),), heads_q=2).check_shared(shared)
 
 
-def test_a_strided_out(shared: str) -> None:
+def test_out_may_be_strided(shared: str) -> None:
     xp = array_module(shared)
     cache = SharedCache([90, 100, 66], ((64, 3),))
     arrays = [xp.asarray(a) for a in (cache.q, cache.k, cache.v, cache.table, cache.lengths)]
@@ -125,7 +126,7 @@ def test_a_strided_out(shared: str) -> None:
     assert not wide[..., 64:].any()
 
 
-def test_without_a_gain_it_is_paged_attention(device: str) -> None:
+def test_equals_paged_attention_without_separate_passes(device: str) -> None:
     """Bitwise equal if no prefix is worth a separate pass."""
     xp = array_module(device)
     cache = SharedCache([90, 100, 66], ((64, 3),))
@@ -160,18 +161,20 @@ def test_a_graph_replays_with_other_suffixes(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"prefixes": 20}, ConfigError, "multiples of block_size = 16"),
         ({"prefixes": 64}, ConfigError, "fit in the 3 blocks"),
-        ({"prefixes": -16}, ConfigError, "must increase"),
+        ({"prefixes": -16}, ConfigError, "must not decrease"),
         ({"prefixes": 1.5}, ConfigError, "integer or pairs"),
         ({"prefixes": ((16, 3),)}, ConfigError, "divide those of the previous"),
         ({"prefixes": ((16, 2), (32, 4))}, ConfigError, "divide those of the previous"),
-        ({"prefixes": ((32, 4), (16, 2))}, ConfigError, "must increase"),
+        ({"prefixes": ((32, 4), (16, 2))}, ConfigError, "must not decrease"),
         ({"prefixes": 32}, ConfigError, "the same blocks"),
         ({"seq_lens": np.array([16, 20, 20, 20], np.int32)}, ConfigError, r"seq_lens\[0\] is 16"),
         ({"q": np.zeros((4, 4, 64), np.float32)}, ArrayShapeError, "q must have 4 axes"),
     ],
     ids=str,
 )
-def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_rejected(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     arguments: dict[str, Any] = {
         "q": np.zeros((4, 1, 4, 64), np.float32),
         "k_cache": np.zeros((16, 16, 2, 64), np.float32),
@@ -185,7 +188,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         ck.cascade_attention(**(arguments | change))
 
 
-def test_which_prefixes_get_a_pass() -> None:
+def test_choice_of_prefixes_with_a_separate_pass() -> None:
     def passes(batch: int, *prefixes: tuple[int, int]) -> tuple[Pass, ...]:
         problem = AttentionProblem(batch, 1, 1, 32, 8, 128, "bfloat16", False)
         return plan_cascade(tuple(Prefix(*each) for each in prefixes), problem, 2, H200)
@@ -198,9 +201,3 @@ def test_which_prefixes_get_a_pass() -> None:
     assert not passes(32, (0, 32))
     assert passes(64, (16, 64), (8192, 32)) == (Pass(0, 8192, 32),), "the next pass covers it"
     assert passes(64, (8192, 64), (16384, 32)) == (Pass(0, 8192, 64), Pass(8192, 16384, 32))
-
-
-def test_lengths_of_a_prefix_are_made_once() -> None:
-    like = np.zeros(1)
-    assert cascade._lengths(like, 2, 64) is cascade._lengths(like, 2, 64)
-    assert cascade._lengths(like, 2, 64).tolist() == [64, 64]

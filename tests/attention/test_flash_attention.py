@@ -72,7 +72,7 @@ def test_many_tiles(rng, head_dim, causal):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_keys_of_a_group_are_not_split_when_blocks_abound(rng, causal):
+def test_gqa_groups_that_fill_the_gpu_without_a_split(rng, causal):
     check_shape("gpu", rng, (300, 2100), (8, 4), 64, "bfloat16", causal, batch=5)
 
 
@@ -180,7 +180,7 @@ def test_strided_views_need_no_copy(device, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", HEADS)
-def test_reruns_agree_to_the_bit(rng, heads):
+def test_reruns_are_bitwise_equal(rng, heads):
     """Everything except the grad_q of the default backward, which is summed by atomics."""
     q, k, v, grad_out = to_device(
         "gpu", *inputs_of(rng, (600, 777), heads, 128, batch=2, dtype="bfloat16")
@@ -251,7 +251,7 @@ def test_errors_name_the_argument(device, rng):
 
 
 @pytest.mark.gpu
-def test_errors_of_what_only_kernels_ask(rng):
+def test_errors_for_requirements_of_the_kernels(rng):
     q, k, v, _ = to_device("gpu", *inputs_of(rng, (8, 8), (1, 1), 96, batch=2, dtype="float16"))
     with pytest.raises(ArrayShapeError, match="multiple of 8 up to 256 on the GPU, got 60"):
         flash_attention(q[..., :60], k[..., :60], v[..., :60])

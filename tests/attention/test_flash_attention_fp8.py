@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cukit
-from cukit.array_api import NarrowArray, float8_e4m3, float8_e5m2
+from cukit.array_api import QuantizedArray, float8_e4m3, float8_e5m2
 from cukit.attention import flash_attention, flash_attention_backward
 from cukit.attention.flash import _flash_launch_sm90
 from cukit.attention.flash import _flash_plan_sm90 as plan
@@ -25,13 +25,14 @@ from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError
 from cukit.reference import attention as reference
 from tests.attention import plain
+from tests.attention.checks import on_device
 from tests.attention.options import OPTIONS, options_of
 from tests.contract import another_order, poison_pool, poisoned, to_device, to_host
 from tests.quick_run import emulated
 
 E4M3 = ml_dtypes.float8_e4m3fn
 LSE_ATOL = {"cpu": 1e-4, "emulator": 1e-5, "gpu": 4e-3}
-"""Hopper accumulates FP8 products with about 14 bits."""
+"""Hopper's tensor cores accumulate FP8 products with about 14 bits."""
 LSE_RTOL = {"cpu": 1e-2, "emulator": 1e-5, "gpu": 1e-3}
 """On the CPU, inputs times their descales are rounded to BF16."""
 ONE_SIGN = 2.5e-2
@@ -41,12 +42,12 @@ PRECISE = 3e-3
 SEQUENCES = 3e-2
 """Error with probabilities rounded to FP8: 2.7e-2 for values of both signs."""
 FACTOR = 1.15
-"""Bound of the kernel's error over the yardstick's. Both sum unrounded probabilities; only the
-power of two that scales them differs."""
+"""Bound of the ratio of the kernel's error to that of `attention_with_rounding`. Both sum unrounded
+probabilities; only the power of two that scales them differs."""
 
 
 @pytest.fixture
-def hopper(request, device, monkeypatch) -> Iterator[str]:
+def hopper(device) -> Iterator[str]:
     """The `device`; the emulator as a Hopper GPU, the only one with an FP8 kernel."""
     if device != "emulator":
         yield device
@@ -56,8 +57,8 @@ def hopper(request, device, monkeypatch) -> Iterator[str]:
 
 
 def encode(values):
-    """NumPy values as a NarrowArray."""
-    return NarrowArray(values.astype(E4M3).view(np.uint8), float8_e4m3, values.shape)
+    """NumPy values as a QuantizedArray."""
+    return QuantizedArray(values.astype(E4M3).view(np.uint8), float8_e4m3, values.shape)
 
 
 def random_heads(rng, lengths, heads, head_dim, batch=1, value_dim=None):
@@ -71,7 +72,7 @@ def random_heads(rng, lengths, heads, head_dim, batch=1, value_dim=None):
 
 
 def place(device, array):
-    return NarrowArray(*to_device(device, array.storage), array.dtype, array.shape)
+    return QuantizedArray(*to_device(device, array.storage), array.dtype, array.shape)
 
 
 def decoded(arrays, descales=(None, None, None)):
@@ -87,7 +88,7 @@ def decoded(arrays, descales=(None, None, None)):
     return wide
 
 
-def yardstick(wide, causal=False, sinks=None, scale=None, **options):
+def attention_with_rounding(wide, causal=False, sinks=None, scale=None, **options):
     """Attention with probabilities (scaled to at most 256) rounded to FP8, otherwise float64."""
     q, k, v = wide
     if scale is not None:
@@ -137,7 +138,7 @@ def check(
     if precise:
         assert relative_error(got, exact) <= PRECISE
     else:
-        allowed = FACTOR * relative_error(yardstick(wide, **options), exact) + 4e-3
+        allowed = FACTOR * relative_error(attention_with_rounding(wide, **options), exact) + 4e-3
         assert relative_error(got, exact) <= allowed
     check_lse(device, lse, exact_lse)
     hidden = np.isneginf(exact_lse).swapaxes(-1, -2)
@@ -150,13 +151,6 @@ def check_lse(device, lse, exact):
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(exact))
     seen = np.isfinite(exact)
     np.testing.assert_allclose(lse[seen], exact[seen], rtol=LSE_RTOL[device], atol=LSE_ATOL[device])
-
-
-def on_device(device, options):
-    return {
-        name: to_device(device, value)[0] if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
 
 
 RAGGED = [(1, 1), (70, 333), (203, 113)]
@@ -186,7 +180,7 @@ def test_ragged_lengths_on_the_gpu(rng, lengths, head_dim, causal, heads):
 def test_precise(hopper, rng, lengths, head_dim, causal):
     """V is widened by each block or, from nine query tiles on, by a separate kernel."""
     if hopper == "cpu" and lengths != (70, 333):
-        pytest.skip("too slow if the CPU computes both sides")
+        pytest.skip("slow: the CPU would compute both results")
     for heads in (2, 10) if head_dim == 64 else (2,) if head_dim == 80 else (10,):
         arrays = random_heads(rng, lengths, (heads, 1), head_dim)
         check(hopper, arrays, causal, precise=True)
@@ -203,7 +197,7 @@ def test_options(hopper, rng, name, precise):
     """Per-score options, with V prepared by each block and, for ten heads per KV head, by a
     separate kernel."""
     if hopper == "emulator" and precise and name not in ("causal window, sinks", "everything"):
-        pytest.skip("only the second product has other code")
+        pytest.skip("precise changes only the product with V")
     shapes = [((70, 333), (2, 1), 64)]
     if hopper == "gpu":
         shapes = [((150, 900), (4, 2), 128), ((150, 900), (20, 2), 128), ((300, 250), (4, 2), 256)]
@@ -222,27 +216,29 @@ def test_descales_with_options(hopper, rng, options):
 
 
 @pytest.mark.parametrize("widths", [(192, 128), (64, 128), (48, 80), (128, 16), (96, 256)])
-def test_values_of_another_width(hopper, rng, widths):
+def test_head_dims_of_values_may_differ(hopper, rng, widths):
     for heads in ((2, 2), (10, 1)):
         arrays = random_heads(rng, (70, 300), heads, widths[0], value_dim=widths[1])
         check(hopper, arrays, True, precise=heads == (2, 2) and widths[0] < 128)
 
 
 @pytest.mark.parametrize("precise", [False, True])
-@pytest.mark.parametrize("asked", [{}, {"causal": True}, {"window_size": (60, 9), "sinks": True}])
+@pytest.mark.parametrize(
+    "requested", [{}, {"causal": True}, {"window_size": (60, 9), "sinks": True}]
+)
 @pytest.mark.parametrize("group", [1, 9])
-def test_sequences(hopper, rng, group, asked, precise):
+def test_sequences(hopper, rng, group, requested, precise):
     """Packed sequences, some without queries, without keys, or both. Keys and values of sequences
     without queries are NaN; tiles of other sequences overlap them."""
-    if hopper == "emulator" and precise and not asked:
-        pytest.skip("only the second product has other code")
+    if hopper == "emulator" and precise and not requested:
+        pytest.skip("precise changes only the product with V")
     lengths_q, lengths_kv = [30, 0, 110, 64, 0, 1, 0], [100, 41, 0, 230, 0, 7, 60]
     if hopper == "gpu":
         lengths_q, lengths_kv = [30, 0, 110, 700, 0, 1, 512, 0], [100, 41, 0, 1500, 0, 7, 512, 300]
     ends = [np.cumsum([0, *each]).astype(np.int32) for each in (lengths_q, lengths_kv)]
     totals = sum(lengths_q), sum(lengths_kv)
     arrays = [
-        NarrowArray(x.storage[0], x.dtype, x.shape[1:])
+        QuantizedArray(x.storage[0], x.dtype, x.shape[1:])
         for x in random_heads(rng, totals, (2 * group, 2), 128)
     ]
     unseen = np.repeat(np.equal(lengths_q, 0), lengths_kv)
@@ -252,7 +248,7 @@ def test_sequences(hopper, rng, group, asked, precise):
         other[unseen] = 0
     # Powers of two, because on the CPU inputs times descales are rounded.
     descales = [np.float32(2.0 ** rng.integers(-1, 2, (len(lengths_q), 2))) for _ in range(3)]
-    options = options_of(rng, asked, len(lengths_q), 2 * group, (1, 1), "bfloat16") | {
+    options = options_of(rng, requested, len(lengths_q), 2 * group, (1, 1), "bfloat16") | {
         "cu_seqlens_q": ends[0],
         "cu_seqlens_kv": ends[1],
         "max_seqlen_q": max(lengths_q),
@@ -287,13 +283,13 @@ def test_descales(hopper, rng, shape):
     check(hopper, arrays, True, descales)
 
 
-def test_descales_are_numbers_too(hopper, rng):
+def test_descales_may_be_python_numbers(hopper, rng):
     arrays = [place(hopper, x) for x in random_heads(rng, (20, 30), (1, 1), 64)]
     numbers = flash_attention(*arrays, q_descale=0.5, k_descale=2.0, v_descale=3.0)
-    plain = flash_attention(*arrays)
+    without = flash_attention(*arrays)
     np.testing.assert_allclose(
         to_host(numbers).astype(np.float32),
-        3 * to_host(plain).astype(np.float32),
+        3 * to_host(without).astype(np.float32),
         rtol=2e-2,
         atol=1e-3,
     )
@@ -305,9 +301,9 @@ def test_float16_out_and_a_scale(hopper, rng):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_partial_outputs(hopper, rng, monkeypatch, head_dim):
-    """Promotion after every tile of 32 keys, so that few tiles suffice. Tiles are processed from
-    the last key to the first; the first keys have the largest weights, so that partial
-    outputs are rescaled. Plans are cached, so no other test may use these lengths."""
+    """Accumulators are promoted after every tile of 32 keys, so that few tiles suffice. Tiles are
+    processed from the last key to the first; the first keys have the largest weights, so that
+    partial outputs are rescaled. Plans are cached, so no other test may use these lengths."""
 
     def small(problem, device, block_size):
         config = plan.plan_flash_attention_sm90(problem, device, block_size)
@@ -344,24 +340,24 @@ def test_strided_storage(hopper, rng):
 
     def heads_first(x):
         storage = x.storage.swapaxes(1, 2).copy(order="C").swapaxes(1, 2)
-        return NarrowArray(storage, x.dtype, x.shape)
+        return QuantizedArray(storage, x.dtype, x.shape)
 
     got = flash_attention(*map(heads_first, arrays), causal=True)
     assert to_host(got).tobytes() == expected.tobytes()
     q, k, v = arrays
     fused = type(k.storage)((2, 100, 4, 64), np.uint8)
     fused[:, :, :2], fused[:, :, 2:] = k.storage, v.storage
-    halves = [NarrowArray(x, k.dtype, k.shape) for x in (fused[:, :, :2], fused[:, :, 2:])]
+    halves = [QuantizedArray(x, k.dtype, k.shape) for x in (fused[:, :, :2], fused[:, :, 2:])]
     assert to_host(flash_attention(q, *halves, causal=True)).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_reruns_agree_to_the_bit(hopper, rng, causal, precise):
+def test_reruns_are_bitwise_equal(hopper, rng, causal, precise):
     lengths, heads = ((1600, 1777), (40, 8)) if hopper == "gpu" else ((40, 500), (2, 1))
     arrays = [place(hopper, x) for x in random_heads(rng, lengths, heads, 128)]
     first = None
-    for repeat in range({"gpu": 20, "emulator": 3, "cpu": 1}[hopper]):
+    for repeat in range({"gpu": 20, "emulator": 3, "cpu": 2}[hopper]):
         poison_pool(hopper)
         with another_order(hopper, repeat):
             out, lse = flash_attention(*arrays, causal=causal, return_lse=True, precise=precise)
@@ -370,7 +366,7 @@ def test_reruns_agree_to_the_bit(hopper, rng, causal, precise):
         assert bits == first
 
 
-def test_heads_that_the_kernel_does_not_cover_are_decoded(hopper, rng):
+def test_unsupported_head_dims_are_decoded(hopper, rng):
     """TMA needs rows of a multiple of 16 bytes; these have 24."""
     check(hopper, random_heads(rng, (30, 40), (2, 1), 24), True)
 
@@ -382,13 +378,13 @@ def test_no_keys(hopper, rng):
     assert np.isneginf(to_host(lse)).all()
 
 
-def test_refusals(rng):
+def test_invalid_arguments_are_rejected(rng):
     q, k, v = random_heads(rng, (5, 6), (2, 1), 64)
     dense = np.zeros((1, 6, 1, 64), np.float32)
     with pytest.raises(ArrayDtypeError, match="k must be float8_e4m3"):
         flash_attention(q, dense, v)
     with pytest.raises(ArrayDtypeError, match="v must be float8_e4m3"):
-        flash_attention(q, k, NarrowArray(v.storage, float8_e5m2, v.shape))
+        flash_attention(q, k, QuantizedArray(v.storage, float8_e5m2, v.shape))
     with pytest.raises(ArrayDtypeError, match="bfloat16 or float16"):
         flash_attention(q, k, v, out=np.zeros(q.shape, np.float32))
     with pytest.raises(ArrayShapeError, match="q_descale must be"):
@@ -403,11 +399,11 @@ PROBLEM = AttentionProblem(2, 5000, 5000, 4, 2, 64, FLOAT8, True, out_dtype="bfl
 HOPPER = typical_device("sm_90")
 
 
-def test_class_sm90_serves_whole_chunks():
+def test_class_sm90_covers_rows_of_whole_16_byte_accesses():
     assert plan.covers(PROBLEM, HOPPER)
     assert not plan.covers(PROBLEM, typical_device("sm_80"))
-    for refused in ({"head_dim": 24}, {"seq_len_kv": 0}, {"value_dim": 40}, {"head_dim": 272}):
-        assert not plan.covers(replace(PROBLEM, **refused), HOPPER), refused
+    for change in ({"head_dim": 24}, {"seq_len_kv": 0}, {"value_dim": 40}, {"head_dim": 272}):
+        assert not plan.covers(replace(PROBLEM, **change), HOPPER), change
 
 
 @pytest.mark.parametrize("precise", [False, True])
@@ -432,7 +428,7 @@ def test_plans_fit_an_sm(length, option, precise):
             assert values.shared_bytes <= HOPPER.shared_bytes_per_block
 
 
-def test_few_query_tiles_prepare_values_themselves():
+def test_blocks_prepare_values_if_there_are_few_query_tiles():
     def prepares(**fields):
         config = plan.plan_flash_attention_sm90(replace(PROBLEM, **fields), HOPPER)
         return config.tiling.prepares
@@ -444,7 +440,7 @@ def test_few_query_tiles_prepare_values_themselves():
 
 
 def test_every_sequence_has_its_own_tiles():
-    """The tile count suffices for any lengths with the same total."""
+    """The planned number of tiles of V suffices for any lengths with the same total."""
     problem = replace(PROBLEM, batch=7, varlen=True)
     config = plan.plan_flash_attention_sm90(problem, HOPPER)
     tile = config.tiling.tile_n

@@ -1,42 +1,25 @@
-"""Class sm90 of the forward: persistent blocks with many tiles, layouts, cached tensor maps."""
+"""The sm90 forward kernel: persistent blocks with many tiles, layouts, cached tensor maps."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-import cukit
 from cukit.attention import flash_attention
 from tests.attention.checks import check_forward, inputs_of
 from tests.contract import to_device, to_host
 from tests.quick_run import emulated
 
 
-@pytest.fixture
-def late_emulator() -> Iterator[str]:
-    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
-    with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
-        yield "emulator"
-
-
-@pytest.fixture
-def emulated_ampere() -> Iterator[str]:
-    """An emulated GPU that has class sm80 only."""
-    with cukit.backend("emulator", arch="sm_80"):
-        yield "emulator"
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_process_several_tiles(device, rng, causal):
-    """140 query tiles of three key tiles each: more than SMs, and pipelines that wrap around."""
+    """140 query tiles, more than SMs, with three key tiles each, so that pipelines wrap around."""
     check_forward(device, *inputs_of(rng, (20, 300), (70, 70), 64, batch=2)[:3], {"causal": causal})
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@emulated(lambda causal: not causal)  # test_late_completion has the rest
+@emulated(lambda causal: not causal)  # test_late_completion covers causal=True
 def test_many_tiles_of_keys(device, rng, head_dim, causal):
     check_forward(device, *inputs_of(rng, (200, 530), (2, 1), head_dim)[:3], {"causal": causal})
 
@@ -51,19 +34,19 @@ def test_late_completion(late_emulator, rng, head_dim):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_ampere_runs_the_other_class(emulated_ampere, rng, head_dim):
+def test_ampere_runs_class_sm80(emulated_ampere, rng, head_dim):
     check_forward(
         emulated_ampere, *inputs_of(rng, (70, 135), (2, 1), head_dim)[:3], {"causal": True}
     )
 
 
-def test_a_layout_that_tma_cannot_read(device, rng):
+def test_layouts_that_tma_cannot_read_run_class_sm80(device, rng):
     """One KV head viewed as two, with a stride of 0, falls back to class sm80."""
     q, k, v, _ = inputs_of(rng, (20, 70), (2, 1), 64)
     placed = to_device(device, q, k, v)
     module = np if device != "gpu" else pytest.importorskip("cupy")
-    seen = [module.broadcast_to(x, (1, 70, 2, 64)) for x in placed[1:]]
-    got = to_host(flash_attention(placed[0], *seen, causal=True)).astype(np.float32)
+    broadcast = [module.broadcast_to(x, (1, 70, 2, 64)) for x in placed[1:]]
+    got = to_host(flash_attention(placed[0], *broadcast, causal=True)).astype(np.float32)
     expected = to_host(flash_attention(*placed, causal=True)).astype(np.float32)
     np.testing.assert_allclose(got, expected, rtol=2e-2, atol=1e-2)
 

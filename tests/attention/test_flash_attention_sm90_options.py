@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
-import cukit
 from cukit.attention import flash_attention
 from cukit.reference import attention as reference
 from tests.attention import plain
@@ -31,31 +28,16 @@ EVERY_OPTION = {
 EMULATED = ("window", "causal window, sinks", "bias, mask", "bias of aligned rows", "everything")
 
 
-@pytest.fixture
-def hopper(device) -> str:
-    """A `device` that runs class sm90."""
-    if device == "cpu":
-        pytest.skip("the class needs a GPU, or the emulator")
-    return device
-
-
-@pytest.fixture
-def late_emulator() -> Iterator[str]:
-    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
-    with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
-        yield "emulator"
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", EVERY_OPTION)
 @emulated(lambda name, head_dim: name in EMULATED and head_dim != 256)
-def test_options(hopper, rng, name, head_dim):
+def test_options(sm90_device, rng, name, head_dim):
     """Lengths that are not multiples of the tiles, and masks that end before the last key."""
-    lengths = (70, 304) if hopper == "emulator" else (300, 528)
-    heads, batch = ((2, 1), 1) if hopper == "emulator" else ((4, 2), 2)
+    lengths = (70, 304) if sm90_device == "emulator" else (300, 528)
+    heads, batch = ((2, 1), 1) if sm90_device == "emulator" else ((4, 2), 2)
     q, k, v, _ = inputs_of(rng, lengths, heads, head_dim, batch=batch)
     options = options_of(rng, EVERY_OPTION[name], batch, heads[0], lengths, "bfloat16")
-    check_forward(hopper, q, k, v, options)
+    check_forward(sm90_device, q, k, v, options)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -64,10 +46,10 @@ def test_options(hopper, rng, name, head_dim):
     [(96, 96), (72, 72), (80, 80), (192, 192), (192, 128), (40, 200), (104, 64), (256, 8)],
 )
 @emulated(lambda head_dim, causal: causal == (head_dim == 192))
-def test_widths(hopper, rng, head_dim, value_dim, causal):
-    lengths = (70, 250) if hopper == "emulator" else (300, 528)
+def test_widths(sm90_device, rng, head_dim, value_dim, causal):
+    lengths = (70, 250) if sm90_device == "emulator" else (300, 528)
     q, k, v, _ = inputs_of(rng, lengths, (2, 1), head_dim, value_dim)
-    check_forward(hopper, q, k, v, {"causal": causal})
+    check_forward(sm90_device, q, k, v, {"causal": causal})
 
 
 # Queries and keys per sequence: none, one, partial tiles, whole tiles, fewer keys.
@@ -130,9 +112,9 @@ def check_sequences(place, arrays, lengths, **options):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (30, 20)}])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @emulated(lambda head_dim, options: (head_dim == 256) == ("causal" in options))
-def test_sequences_of_any_lengths(hopper, rng, head_dim, options):
-    heads, repeat = ((2, 1), 1) if hopper == "emulator" else ((4, 2), 9)
-    check_sequences(hopper, *sequences_of(rng, heads, head_dim, repeat), **options)
+def test_sequences_of_any_lengths(sm90_device, rng, head_dim, options):
+    heads, repeat = ((2, 1), 1) if sm90_device == "emulator" else ((4, 2), 9)
+    check_sequences(sm90_device, *sequences_of(rng, heads, head_dim, repeat), **options)
 
 
 @pytest.mark.emulator
@@ -140,18 +122,18 @@ def test_late_completion(late_emulator, rng):
     check_sequences(late_emulator, *sequences_of(rng, (2, 1), 128), causal=True)
 
 
-def test_nan_in_a_neighbouring_sequence_is_ignored(hopper, rng):
-    """Its rows are in the last tiles of the preceding sequence, multiplied by zeros."""
+def test_nan_in_a_neighbouring_sequence_is_ignored(sm90_device, rng):
+    """A sequence's last tiles include rows of the next sequence, which are multiplied by zeros."""
     (q, k, v), lengths = sequences_of(rng, (2, 1), 64)
     broken = [x.copy() for x in (q, k, v)]
     for x, ends in zip(broken, ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_kv"), strict=True):
         for sequence in (3, 5):
             x[lengths[ends][sequence] : lengths[ends][sequence + 1]] = np.nan
-    ends = to_device(hopper, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_kv"))
+    ends = to_device(sm90_device, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_kv"))
     results = []
     for arrays in ((q, k, v), broken):
         out, lse = flash_attention(
-            *to_device(hopper, *arrays),
+            *to_device(sm90_device, *arrays),
             cu_seqlens_q=ends[0],
             cu_seqlens_kv=ends[1],
             return_lse=True,
@@ -166,11 +148,11 @@ def test_nan_in_a_neighbouring_sequence_is_ignored(hopper, rng):
 
 
 @pytest.mark.parametrize("lengths", [((0, 0), (3, 2)), ((3, 2), (0, 0)), ((0, 0), (0, 0))])
-def test_nothing_but_empty_sequences(hopper, rng, lengths):
+def test_all_sequences_empty(sm90_device, rng, lengths):
     """Only empty queries or keys, although max_seqlen is above 0."""
     ends = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
     q, k = (random(rng, (int(each[-1]), 2, 64), "bfloat16") for each in ends)
-    q, k, *ends = to_device(hopper, q, k, *ends)
+    q, k, *ends = to_device(sm90_device, q, k, *ends)
     out, lse = flash_attention(
         q,
         k,
@@ -186,13 +168,13 @@ def test_nothing_but_empty_sequences(hopper, rng, lengths):
     assert np.isneginf(to_host(lse)).all()
 
 
-def test_outputs_between_other_rows(hopper, rng):
+def test_memory_between_output_rows_is_unchanged(sm90_device, rng):
     """Rows of the next sequence, and columns beyond head_dim, are not written."""
     (q, k, v), lengths = sequences_of(rng, (2, 1), 64)
-    ends = to_device(hopper, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_kv"))
-    wide = poisoned(hopper, (q.shape[0] + 40, 6, 64), "bfloat16")
+    ends = to_device(sm90_device, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_kv"))
+    wide = poisoned(sm90_device, (q.shape[0] + 40, 6, 64), "bfloat16")
     flash_attention(
-        *to_device(hopper, q, k, v),
+        *to_device(sm90_device, q, k, v),
         cu_seqlens_q=ends[0],
         cu_seqlens_kv=ends[1],
         out=wide[: q.shape[0], 2:4],
@@ -206,8 +188,8 @@ def test_outputs_between_other_rows(hopper, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"window_size": (99, 50)}, {"causal": True}])
-def test_reruns_agree_to_the_bit(rng, options):
-    """Whichever block a query tile is assigned to."""
+def test_reruns_are_bitwise_equal(rng, options):
+    """The assignment of query tiles to blocks, which varies, does not affect the results."""
     arrays, lengths = sequences_of(rng, (8, 2), 128, repeat=20)
     placed = to_device("gpu", *arrays)
     for name in ("cu_seqlens_q", "cu_seqlens_kv"):

@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import cukit
 from cukit.attention import flash_attention, flash_attention_backward
-from cukit.attention.flash import _flash_plan_sm90
+from cukit.attention.flash import _flash_plan_sm90, flash_backward
 from cukit.attention.flash._flash_plan_sm90 import covers, plan_flash_attention_backward_sm90
 from cukit.attention.flash._flash_tilings import (
     LONG_KEY_TILING,
@@ -30,10 +29,12 @@ STATIC_BYTES = 3 * KIB  # barriers, stages of lse and delta
 
 
 @pytest.fixture
-def late_emulator() -> Iterator[str]:
-    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
-    with cukit.backend("emulator", arch="sm_90", seed=7, late=True):
-        yield "emulator"
+def long_tiles(monkeypatch) -> Iterator[None]:
+    """Long query tiles for all lengths; clears the cached plans before and after."""
+    monkeypatch.setattr(_flash_plan_sm90, "_LONG", 0)
+    flash_backward._prepare_backward.forget()
+    yield
+    flash_backward._prepare_backward.forget()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -44,8 +45,7 @@ def test_many_tiles_both_ways(device, rng, head_dim, causal):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_long_tiles_of_queries_with_a_causal_mask(device, rng, monkeypatch, deterministic):
-    monkeypatch.setattr(_flash_plan_sm90, "_LONG", 0)
+def test_long_tiles_of_queries_with_a_causal_mask(device, rng, long_tiles, deterministic):
     check_backward(
         device, *inputs_of(rng, (271, 151), (2, 1), 128), {"causal": True}, deterministic
     )

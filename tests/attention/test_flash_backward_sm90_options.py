@@ -35,20 +35,12 @@ EMULATED = {
 }
 
 
-@pytest.fixture
-def hopper(device) -> str:
-    """A `device` that runs class sm90."""
-    if device == "cpu":
-        pytest.skip("the class needs a GPU, or the emulator")
-    return device
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", EVERY_OPTION)
 @emulated(lambda name, head_dim: (name, head_dim) in EMULATED)
-def test_options(hopper, rng, name, head_dim):
+def test_options(sm90_device, rng, name, head_dim):
     """Several query and key tiles, a partial key tile, and blocks whose keys are fully masked."""
-    if hopper == "emulator":
+    if sm90_device == "emulator":
         lengths, heads, batch = (150, 272), (2, 1), 1
         ways: tuple[bool, ...] = (EMULATED[name, head_dim],)
     else:
@@ -57,7 +49,7 @@ def test_options(hopper, rng, name, head_dim):
     inputs = inputs_of(rng, lengths, heads, head_dim, batch=batch)
     options = options_of(rng, EVERY_OPTION[name], batch, heads[0], lengths, "bfloat16")
     for deterministic in ways:
-        check_backward(hopper, *inputs, options, deterministic)
+        check_backward(sm90_device, *inputs, options, deterministic)
 
 
 # head_dim of q and k, and of v.
@@ -66,15 +58,15 @@ WIDTHS = [(96, 96), (192, 128), (64, 256), (128, 64), (40, 72), (192, 192), (8, 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
 @emulated(lambda head_dim, value_dim: (head_dim, value_dim) in WIDTHS[:3])
-def test_widths(hopper, rng, head_dim, value_dim):
+def test_widths(sm90_device, rng, head_dim, value_dim):
     """Padding columns that are skipped, and the columns of each warpgroup."""
-    if hopper == "emulator":
+    if sm90_device == "emulator":
         lengths, heads, ways = (150, 150), (2, 1), (head_dim == 192,)
     else:
         lengths, heads, ways = (700, 600), (8, 2), (False, True)
     inputs = inputs_of(rng, lengths, heads, head_dim, value_dim=value_dim)
     for deterministic in ways:
-        check_backward(hopper, *inputs, {"causal": True}, deterministic)
+        check_backward(sm90_device, *inputs, {"causal": True}, deterministic)
 
 
 def sequences_of(rng, lengths, heads, head_dim):
@@ -91,10 +83,10 @@ def sequences_of(rng, lengths, heads, head_dim):
     return arrays, where
 
 
-def check_sequences(place, rng, asked, lengths, heads, head_dim, deterministic=False):
+def check_sequences(place, rng, requested, lengths, heads, head_dim, deterministic=False):
     arrays, where = sequences_of(rng, lengths, heads, head_dim)
     most = where["max_seqlen_q"], where["max_seqlen_kv"]
-    options = options_of(rng, asked, len(lengths[0]), heads[0], most, "bfloat16")
+    options = options_of(rng, requested, len(lengths[0]), heads[0], most, "bfloat16")
     grads, expected = run_backward(place, *arrays, {**options, **where}, deterministic)
     ends = where["cu_seqlens_q"], where["cu_seqlens_kv"]
     _, low = plain_sequences(*arrays, options, ends)
@@ -110,14 +102,14 @@ FEW = ([5, 0, 140, 3, 0, 70], [9, 4, 135, 0, 0, 150])
     [(128, "causal", False), (64, "window, sinks", True), (256, "causal", True), (64, None, False)],
 )
 @emulated(lambda name: name is not None)
-def test_sequences_of_any_lengths(hopper, rng, head_dim, name, deterministic):
-    asked = {"causal": name == "causal"} if name in (None, "causal") else EVERY_OPTION[name]
-    check_sequences(hopper, rng, asked, FEW, (2, 1), head_dim, deterministic)
+def test_sequences_of_any_lengths(sm90_device, rng, head_dim, name, deterministic):
+    requested = {"causal": name == "causal"} if name in (None, "causal") else EVERY_OPTION[name]
+    check_sequences(sm90_device, rng, requested, FEW, (2, 1), head_dim, deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @emulated(lambda head_dim: head_dim == 64)
-def test_nan_in_a_neighbouring_sequence_is_ignored(hopper, rng, head_dim):
+def test_nan_in_a_neighbouring_sequence_is_ignored(sm90_device, rng, head_dim):
     """Its rows are in the last tiles of the preceding sequence, multiplied by zeros."""
     lengths = [20, 25, 15, 140, 9], [20, 25, 15, 40, 200]
     arrays, where = sequences_of(rng, lengths, (2, 1), head_dim)
@@ -129,7 +121,7 @@ def test_nan_in_a_neighbouring_sequence_is_ignored(hopper, rng, head_dim):
     ways = []
     with np.errstate(invalid="ignore"):
         for some in (arrays, broken):
-            ways.append(run_backward(hopper, *some, where, deterministic=True)[0])
+            ways.append(run_backward(sm90_device, *some, where, deterministic=True)[0])
     for clean, spoilt, name in zip(*ways, ("q", "kv", "kv"), strict=True):
         ends = where[f"cu_seqlens_{name}"]
         for sequence in (0, 2, 3):

@@ -13,7 +13,7 @@ from cukit.attention import flash_attention, flash_attention_backward
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import attention as reference
 from tests.attention import plain
-from tests.attention.checks import check, inputs_of, judge, run, widened
+from tests.attention.checks import check, compare_with_float64, inputs_of, run, widened
 from tests.attention.options import OPTIONS, options_of
 from tests.contract import check_gradient, random, to_device, to_host
 from tests.quick_run import emulated
@@ -22,10 +22,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 EMULATED = ("causal window, sinks", "bias, mask", "everything")
 
 
-def check_options(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None,
+def check_options(place, rng, requested, lengths, heads=(2, 1), head_dim=64, value_dim=None,
                   dtype="bfloat16", batch=1):  # fmt: skip
     inputs = inputs_of(rng, lengths, heads, head_dim, value_dim, batch=batch, dtype=dtype)
-    check(place, *inputs, options_of(rng, asked, batch, heads[0], lengths, dtype))
+    check(place, *inputs, options_of(rng, requested, batch, heads[0], lengths, dtype))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -67,11 +67,11 @@ def test_ragged_lengths(gpu, rng, lengths, heads, name):
     ],
 )
 @emulated(lambda head_dim, value_dim: (head_dim, value_dim) in {(40, 72), (192, 128)})
-def test_heads_of_values_may_differ(place, rng, head_dim, value_dim):
+def test_head_dims_of_values_may_differ(place, rng, head_dim, value_dim):
     if place == "gpu":
         for causal in (False, True):
-            asked = {"causal": causal}
-            check_options(place, rng, asked, (150, 215), (4, 2), head_dim, value_dim, batch=2)
+            requested = {"causal": causal}
+            check_options(place, rng, requested, (150, 215), (4, 2), head_dim, value_dim, batch=2)
         check_options(
             place, rng, OPTIONS["everything"], (113, 203), (4, 2), head_dim, value_dim, "float16"
         )
@@ -103,12 +103,12 @@ def test_fully_masked_rows(place, rng, sinks):
         (plain.forward(q, k, v, False, **options)[0], None),
         plain.backward(grad_out, q, k, v, False, **options),
     )
-    judge((out, lse, both), q, k, v, grad_out, options, low)
+    compare_with_float64((out, lse, both), q, k, v, grad_out, options, low)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
-def test_reruns_agree_to_the_bit(gpu, rng, name):
+def test_reruns_are_bitwise_equal(gpu, rng, name):
     """Everything except the grad_q of the default backward, which is summed by atomics."""
     q = random(rng, (2, 300, 4, 128), "bfloat16")
     k, v = (random(rng, (2, 333, 2, 128), "bfloat16") for _ in range(2))
@@ -185,44 +185,46 @@ def test_errors_name_the_option(place, rng):
     (three,) = to_device(place, np.zeros(3, np.float32))
     (ends,) = to_device(place, np.array([0, 8], np.int32))
 
-    def refuse(error, match, *inputs, **options):
+    def check_error(error, match, *inputs, **options):
         with pytest.raises(error, match=match):
             flash_attention(*(inputs or (q, k, v)), **options)
 
-    refuse(ConfigError, "attention dropout is not supported, got dropout=0.1", dropout=0.1)
-    refuse(ConfigError, "softcap must be positive", softcap=0.0)
-    refuse(ConfigError, r"window_size must be .* at least 0, got \(-1, 3\)", window_size=(-1, 3))
-    refuse(ConfigError, "window_size must be a pair of integers", window_size=(1.5, 3))
-    refuse(ConfigError, "q_descale is for float8 inputs, got float16", q_descale=three)
-    refuse(ArrayShapeError, r"alibi_slopes must have shape \(2\)", alibi_slopes=three)
-    refuse(ArrayDtypeError, "sinks must be float32", sinks=three[:2].astype(np.float16))
-    refuse(ArrayShapeError, r"sinks must have shape", sinks=three)
-    refuse(ArrayShapeError, r"bias must be broadcastable .* got shape \(3,\)", bias=three)
-    refuse(ArrayDtypeError, "bias must be float16 or float32", bias=three.astype(np.int32))
-    refuse(ArrayDtypeError, "mask must be bool, got float32", mask=three)
-    refuse(ArrayShapeError, "v must have shape", q, k, v[:, :4])
-    refuse(ConfigError, "got no cu_seqlens_kv, max_seqlen_q, max_seqlen_kv", cu_seqlens_q=ends)
+    check_error(ConfigError, "attention dropout is not supported, got dropout=0.1", dropout=0.1)
+    check_error(ConfigError, "softcap must be positive", softcap=0.0)
+    check_error(
+        ConfigError, r"window_size must be .* at least 0, got \(-1, 3\)", window_size=(-1, 3)
+    )
+    check_error(ConfigError, "window_size must be a pair of integers", window_size=(1.5, 3))
+    check_error(ConfigError, "q_descale is for float8 inputs, got float16", q_descale=three)
+    check_error(ArrayShapeError, r"alibi_slopes must have shape \(2,\)", alibi_slopes=three)
+    check_error(ArrayDtypeError, "sinks must be float32", sinks=three[:2].astype(np.float16))
+    check_error(ArrayShapeError, r"sinks must have shape", sinks=three)
+    check_error(ArrayShapeError, r"bias must be broadcastable .* got shape \(3,\)", bias=three)
+    check_error(ArrayDtypeError, "bias must be float16 or float32", bias=three.astype(np.int32))
+    check_error(ArrayDtypeError, "mask must be bool, got float32", mask=three)
+    check_error(ArrayShapeError, "v must have shape", q, k, v[:, :4])
+    check_error(ConfigError, "got no cu_seqlens_kv, max_seqlen_q, max_seqlen_kv", cu_seqlens_q=ends)
     flat, lengths = (q[0], k[0], v[0]), {"max_seqlen_q": 8, "max_seqlen_kv": 8}
     both = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, **lengths}
-    refuse(ArrayShapeError, "q must have 3 axes", **both)
-    refuse(
+    check_error(ArrayShapeError, "q must have 3 axes", **both)
+    check_error(
         ArrayDtypeError, "cu_seqlens_q must be int32", *flat,
         **both | {"cu_seqlens_q": ends.astype(np.int64)},
     )  # fmt: skip
-    refuse(
+    check_error(
         ArrayShapeError, "must both have num_sequences", *flat,
         **both | {"cu_seqlens_kv": to_device(place, np.array([0, 3, 8], np.int32))[0]},
     )  # fmt: skip
     if place != "gpu":
         for wrong in ([0, 9], [1, 8], [0, 7]):
             (bad,) = to_device(place, np.array(wrong, np.int32))
-            refuse(
+            check_error(
                 ConfigError,
                 "cu_seqlens_q must be non-decreasing from 0 to 8",
                 *flat,
                 **both | {"cu_seqlens_q": bad},
             )
-        refuse(ConfigError, "more than max_seqlen_kv=7", *flat, **both | {"max_seqlen_kv": 7})
+        check_error(ConfigError, "more than max_seqlen_kv=7", *flat, **both | {"max_seqlen_kv": 7})
     out, lse = flash_attention(q, k, v, return_lse=True)
     with pytest.raises(
         ConfigError, match="flash_attention_backward: attention dropout is not supported"
@@ -232,7 +234,7 @@ def test_errors_name_the_option(place, rng):
         flash_attention_backward(out, q, k, v, out, lse, sinks=three)
 
 
-def test_a_bias_of_bytes_is_refused(rng):
+def test_a_bias_with_unaligned_strides_is_rejected(rng):
     q = random(rng, (1, 4, 1, 8), "float32")
     packed = np.zeros(4 * 6, np.uint8)[1:21].view(np.float32)
     uneven = np.lib.stride_tricks.as_strided(packed, (4,), (5,))

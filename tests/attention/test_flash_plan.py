@@ -52,7 +52,7 @@ def test_every_architecture_has_a_tiling_that_fits(arch, tilings, width):
 
 
 @pytest.mark.parametrize(("tilings", "width"), TABLES)
-def test_every_tiling_is_some_architecture_s(tilings, width):
+def test_every_tiling_is_chosen_on_some_architecture(tilings, width):
     used = {first_fit(tilings, width, width, device) for device in TYPICAL_DEVICES.values()}
     assert used == set(tilings)
 
@@ -147,7 +147,7 @@ def test_warps_of_a_key_tiling_split_whole_blocks(width):
             assert span == cols or span & (span - 1) == 0
 
 
-def test_a_gpu_without_room_is_refused():
+def test_a_gpu_with_too_little_shared_memory_is_rejected():
     tiny = replace(H200, shared_bytes_per_block=16 * KIB)
     with pytest.raises(UnsupportedDeviceError, match=r"needs .* bytes of shared memory"):
         plan_flash_attention(PROBLEM, tiny)
@@ -168,7 +168,7 @@ def test_head_dims_are_padded_to_the_next_width(head_dim, width):
     assert (defines["HEAD_DIM"], defines["PADDED"]) == (width, head_dim != width)
 
 
-def test_wider_heads_are_refused():
+def test_wider_heads_are_rejected():
     with pytest.raises(ArrayShapeError, match="at most 256, got 264"):
         plan_flash_attention(replace(PROBLEM, head_dim=264), H200)
 
@@ -214,7 +214,7 @@ def test_raster_groups():
     assert plan_flash_attention(PROBLEM, H200).raster_group > 1
 
 
-def test_what_fits_tensor_maps():
+def test_layouts_that_tensor_maps_support():
     dense = np.zeros((2, 8, 4, 64), np.float16)
     assert fits_tensor_maps(dense, dense.swapaxes(1, 2), dense[:, :, 1:3])
     assert not fits_tensor_maps(dense, dense[:, ::-1])
@@ -223,7 +223,7 @@ def test_what_fits_tensor_maps():
     assert not fits_tensor_maps(dense, dense[:, :0])
 
 
-def test_a_config_at_other_lengths_is_the_one_replaced():
+def test_at_lengths_equals_replacing_the_fields():
     problem = AttentionProblem(2, 1024, 2048, 8, 2, 128, "bfloat16", True, varlen=True)
     assert problem.features  # cached already, and independent of lengths
     config = plan_flash_attention_backward(problem, False, typical_device("sm_80"))

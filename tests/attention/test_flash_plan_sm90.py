@@ -25,7 +25,7 @@ PROBLEM = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
 EVERY_WIDTH = range(8, 257, 8)
 
 
-def test_class_sm90_is_for_hopper():
+def test_class_sm90_covers_hopper_only():
     assert covers(PROBLEM, H200)
     assert not covers(PROBLEM, typical_device("sm_100"))
     assert not covers(PROBLEM, typical_device("sm_80"))
@@ -35,7 +35,7 @@ def test_class_sm90_is_for_hopper():
 @pytest.mark.parametrize("widths", WARPGROUP_TILINGS)
 def test_tilings_of_warpgroups_fit_an_sm(widths):
     for tiling in WARPGROUP_TILINGS[widths]:
-        static = KIB  # barriers, and the producer's notes on each stage
+        static = KIB  # barriers, and the producer's data on each stage
         assert tiling.shared_bytes(*widths) + static <= H200.shared_bytes_per_block
         # Scores, probabilities and outputs of a thread, after the producer has released registers.
         at_start = H200.registers_per_sm // tiling.threads // 8 * 8
@@ -95,7 +95,7 @@ def test_blocks_of_class_sm90():
     assert num_blocks(replace(few, window=(64, None))) == 16
 
 
-def test_what_is_planned_on_the_gpu():
+def test_sequences_and_block_masks_are_scheduled_on_the_gpu():
     assert plan_flash_attention_sm90(PROBLEM, H200).plan_spec() is None
     varlen = replace(PROBLEM, varlen=True)
     config = plan_flash_attention_sm90(varlen, H200)

@@ -7,7 +7,7 @@ import pytest
 
 from cukit.attention import flash_attention, flash_attention_backward
 from tests.attention import plain
-from tests.attention.checks import judge, run
+from tests.attention.checks import compare_with_float64, run
 from tests.attention.options import OPTIONS, options_of
 from tests.contract import random, to_device, to_host
 from tests.quick_run import emulated
@@ -20,7 +20,7 @@ SEQUENCES = {
 MANY = ([1, 239, 0, 799, 113, 203, 64, 128, 1023], [1, 1, 17, 3, 203, 113, 64, 0, 1024])
 
 
-def check_sequences(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value_dim=None,
+def check_sequences(place, rng, requested, lengths, heads=(2, 1), head_dim=64, value_dim=None,
                     room=0):  # fmt: skip
     dtype, value_dim = "bfloat16", value_dim or head_dim
     ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in lengths]
@@ -30,7 +30,7 @@ def check_sequences(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value
     k = random(rng, (total_kv, heads[1], head_dim), dtype)
     v = random(rng, (total_kv, heads[1], value_dim), dtype)
     grad_out = random(rng, (total_q, heads[0], value_dim), dtype)
-    values = options_of(rng, asked, len(lengths[0]), heads[0], most, dtype)
+    values = options_of(rng, requested, len(lengths[0]), heads[0], most, dtype)
     options = {
         **values,
         "cu_seqlens_q": ends[0],
@@ -39,11 +39,11 @@ def check_sequences(place, rng, asked, lengths, heads=(2, 1), head_dim=64, value
         "max_seqlen_kv": most[1],
     }
     low = plain_sequences(q, k, v, grad_out, values, ends)
-    judge(run(place, q, k, v, grad_out, options), q, k, v, grad_out, options, low)
+    compare_with_float64(run(place, q, k, v, grad_out, options), q, k, v, grad_out, options, low)
 
 
 def plain_sequences(q, k, v, grad_out, options, ends):
-    """plain, for each sequence separately."""
+    """Output and gradients of tests.attention.plain, computed one sequence at a time."""
     out, gradients = np.zeros_like(grad_out), [np.zeros_like(x) for x in (q, k, v)]
     if "sinks" in options:
         gradients.append(np.zeros_like(options["sinks"]))
@@ -102,8 +102,8 @@ def test_sequences_with_options(place, rng, name):
     ],
 )
 def test_many_sequences(gpu, rng, head_dim, value_dim, name):
-    asked = {"causal": True} if name is None else OPTIONS[name]
-    check_sequences(gpu, rng, asked, MANY, (6, 2), head_dim, value_dim, room=5)
+    requested = {"causal": True} if name is None else OPTIONS[name]
+    check_sequences(gpu, rng, requested, MANY, (6, 2), head_dim, value_dim, room=5)
 
 
 def test_sequences_are_independent(place, rng):
@@ -124,7 +124,7 @@ def test_sequences_are_independent(place, rng):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_captured_graph_serves_other_lengths(gpu, rng, causal):
+def test_a_captured_graph_replays_with_other_lengths(gpu, rng, causal):
     """Only the kernels read cu_seqlens, so a replay uses its current contents."""
     import cupy
 
@@ -159,17 +159,15 @@ def test_a_captured_graph_serves_other_lengths(gpu, rng, causal):
             assert replayed == [to_host(x).tobytes() for x in attend()]
 
 
-def test_sequences_equal_a_batch(place, rng):
-    """Sequences of equal length give the bits of a batch."""
-    if place != "cpu":
-        pytest.skip("kernels sum such sequences in another order; each has been judged")
+def test_sequences_equal_a_batch(rng):
+    """In the reference, packed sequences of equal length give the same bits as a batch."""
     q, k, v, grad_out = (random(rng, (2, 40, 2, 64), "bfloat16") for _ in range(4))
     ends = np.array([0, 40, 80], np.int32)
     options = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 40, "max_seqlen_kv": 40}
-    dense = run(place, q, k, v, grad_out, {"causal": True})
+    dense = run("cpu", q, k, v, grad_out, {"causal": True})
     flat = (x.reshape(80, 2, 64) for x in (q, k, v, grad_out))
-    behind = run(place, *flat, {"causal": True, **options})
-    np.testing.assert_array_equal(dense[0].reshape(80, 2, 64), behind[0])
-    np.testing.assert_array_equal(dense[1].transpose(1, 0, 2).reshape(2, 80), behind[1])
+    packed = run("cpu", *flat, {"causal": True, **options})
+    np.testing.assert_array_equal(dense[0].reshape(80, 2, 64), packed[0])
+    np.testing.assert_array_equal(dense[1].transpose(1, 0, 2).reshape(2, 80), packed[1])
     for name, gradient in dense[2][1].items():
-        np.testing.assert_array_equal(gradient.reshape(80, 2, 64), behind[2][1][name])
+        np.testing.assert_array_equal(gradient.reshape(80, 2, 64), packed[2][1][name])

@@ -40,7 +40,7 @@ def force(monkeypatch):
     return choose
 
 
-def threads_in_an_order_of_their_own(device):
+def shuffled_threads(device):
     if device == "emulator":
         return cukit.backend("emulator", arch="sm_90", seed=2)
     return nullcontext()
@@ -53,7 +53,7 @@ def check(device, force, rng, tiling, widths, lengths, options):
     v = random(rng, (1, seq_kv, 1, value_dim), "bfloat16")
     force(tiling)
     placed = to_device(device, q, k, v)
-    with threads_in_an_order_of_their_own(device):
+    with shuffled_threads(device):
         out, lse = flash_attention(*placed, **options, return_lse=True)
         without = flash_attention(*placed, **options)
     wide = (x.astype(np.float64) for x in (q, k, v))
@@ -65,12 +65,10 @@ def check(device, force, rng, tiling, widths, lengths, options):
 
 
 @pytest.mark.parametrize(("widths", "tiling"), TILINGS)
-def test_warpgroups_stop_at_their_last_visible_key(device, force, rng, widths, tiling):
+def test_warpgroups_stop_at_their_last_visible_key(sm90_device, force, rng, widths, tiling):
     """Eight query tiles for three blocks, two of them with a warpgroup without queries."""
-    if device == "cpu":
-        pytest.skip("the class needs a GPU, or the emulator")
     rows = 3 * tiling.tile_m + tiling.tile_m // 2 - 10
-    check(device, force, rng, tiling, widths, (rows, rows + 30), {"causal": True})
+    check(sm90_device, force, rng, tiling, widths, (rows, rows + 30), {"causal": True})
 
 
 @pytest.mark.parametrize(
@@ -78,8 +76,6 @@ def test_warpgroups_stop_at_their_last_visible_key(device, force, rng, widths, t
     [{}, {"causal": True, "window_size": (70, None)}, {"window_size": (130, 40)}],
     ids=["all", "causal window", "window"],
 )
-def test_four_warpgroups(device, force, rng, options):
-    if device == "cpu":
-        pytest.skip("the class needs a GPU, or the emulator")
+def test_four_warpgroups(sm90_device, force, rng, options):
     tiling = next(each for each in WARPGROUP_TILINGS[64, 64] if each.consumers == 4)
-    check(device, force, rng, tiling, (64, 64), (600, 640), options)
+    check(sm90_device, force, rng, tiling, (64, 64), (600, 640), options)

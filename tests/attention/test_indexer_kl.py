@@ -13,6 +13,7 @@ from cukit.attention.divergence import _indexer_plan
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import indexer_kl as reference
 from cukit.reference.attention import flash_attention
+from tests.attention.checks import on_device, widened
 from tests.contract import another_order, assert_close, poison_pool, random, to_device, to_host
 from tests.quick_run import emulated
 
@@ -51,17 +52,6 @@ def selection(rng, lengths, top_k, batch=1):
     return rng.integers(-2, lengths[1] + 2, (batch, lengths[0], top_k)).astype(np.int32)
 
 
-def widened(x):
-    return x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind != "i" else x
-
-
-def placed_options(device, options):
-    return {
-        name: to_device(device, value)[0] if isinstance(value, np.ndarray) else value
-        for name, value in options.items()
-    }
-
-
 def check(device, arrays, **options):
     """Compares rows, statistics and gradients with float64; a second call gives the same bits."""
     exact = tuple(map(widened, arrays))
@@ -70,7 +60,7 @@ def check(device, arrays, **options):
     low = reference.indexer_kl(*arrays, **options, reduction="none", return_statistics=True)
     expected = reference.indexer_kl_backward(*exact, *rows[1:], **wide)
     plain = reference.indexer_kl_backward(*arrays, *low[1:], **options)
-    placed, given = to_device(device, *arrays), placed_options(device, options)
+    placed, given = to_device(device, *arrays), on_device(device, options)
     first = None
     for repeat in range({"gpu": 3, "emulator": 2, "cpu": 1}[device]):
         poison_pool(device)
@@ -170,7 +160,7 @@ def test_reductions(device, rng, reduction, weighted):
     options = {"row_weights": row_weights, "reduction": reduction}
     exact = tuple(map(widened, arrays))
     loss, lse, mass = reference.indexer_kl(*exact, **options, return_statistics=True)
-    placed, given = to_device(device, *arrays), placed_options(device, options)
+    placed, given = to_device(device, *arrays), on_device(device, options)
     got, own_lse, own_mass = indexer_kl(*placed, **given, return_statistics=True)
     np.testing.assert_allclose(to_host(got), loss, rtol=3e-5, atol=1e-5)
     by_row = rng.standard_normal((2, 33)).astype(np.float32)
@@ -184,7 +174,7 @@ def test_reductions(device, rng, reduction, weighted):
         assert error <= 1e-2 * abs(wanted).max()
 
 
-def test_one_head_without_relu_is_attention(device, rng):
+def test_one_head_with_positive_scores_equals_attention_kl(device, rng):
     """Positive scores of one head: the result is that of attention_kl."""
     q_t, k_t, lse, q_s, k_s, _ = inputs_of(rng, (1, 1, 1), (64, 64), (40, 70))
     q_s, k_s = abs(q_s), abs(k_s)
@@ -197,7 +187,7 @@ def test_one_head_without_relu_is_attention(device, rng):
     np.testing.assert_allclose(to_host(got), to_host(expected)[:, 0], atol=2e-5)
 
 
-def test_all_keys_selected_are_all_keys(device, rng):
+def test_selecting_every_key_equals_no_selection(device, rng):
     arrays = inputs_of(rng, (2, 2, 2), (64, 64), (40, 70), causal=True)
     every = np.broadcast_to(np.arange(70, dtype=np.int32)[::-1], (1, 40, 70))
     placed, (every,) = to_device(device, *arrays), to_device(device, np.ascontiguousarray(every))
@@ -208,7 +198,7 @@ def test_all_keys_selected_are_all_keys(device, rng):
     np.testing.assert_allclose(to_host(whole[2]), 1, rtol=1e-5)
 
 
-def test_rows_without_keys_count_nothing(device, rng):
+def test_rows_without_keys_contribute_nothing(device, rng):
     arrays = inputs_of(rng, (2, 2, 2), (64, 64), (90, 20), causal=True)
     placed = to_device(device, *arrays)
     options = {"causal": True}
@@ -221,7 +211,7 @@ def test_rows_without_keys_count_nothing(device, rng):
         assert (to_host(gradient)[:, :70].astype(np.float32) == 0).all()
 
 
-def test_nothing_at_all(device, rng):
+def test_no_queries_or_no_keys(device, rng):
     for lengths in ((0, 5), (5, 0)):
         arrays = inputs_of(rng, (2, 2, 2), (64, 64), lengths)
         placed = to_device(device, *arrays)
@@ -231,7 +221,7 @@ def test_nothing_at_all(device, rng):
             assert not to_host(gradient).astype(np.float32).any()
 
 
-def test_what_has_no_weight_may_be_anything(device, rng):
+def test_rows_of_weight_zero_may_be_nan(device, rng):
     arrays = inputs_of(rng, (2, 2, 2), (64, 64), (40, 50))
     row_weights = np.ones((1, 40), np.float32)
     row_weights[0, 5] = 0
@@ -268,7 +258,7 @@ def test_the_gradient_is_the_derivative(rng, causal, top_k):
     assert slope == pytest.approx(inner, rel=1e-6)
 
 
-def test_the_divergence_is_that_of_the_matrices(rng):
+def test_equals_the_divergence_of_materialised_probabilities(rng):
     q_t, k_t, lse, q_s, k_s, weights = inputs_of(rng, (2, 2, 3), (8, 8), (5, 7), "float64")
     scores = np.einsum("bqhd,bkhd->bhqk", q_t, k_t) / math.sqrt(8)
     p = np.exp(scores)

@@ -52,7 +52,7 @@ def test_a_state_without_keys_is_ignored(device: str) -> None:
     assert (lse[1, 2] == lse_b[1, 2]).all()
 
 
-def test_what_is_refused(device: str) -> None:
+def test_invalid_arguments_are_rejected(device: str) -> None:
     states, *_ = parts(bfloat16)
     placed = to_device(device, *states)
     with pytest.raises(ArrayShapeError, match="lse_b"):
@@ -62,7 +62,7 @@ def test_what_is_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["out_a", "out_b"])
-def test_what_is_not_aligned_is_refused(device: str, name: str) -> None:
+def test_unaligned_arrays_are_rejected(device: str, name: str) -> None:
     """Also after a call with aligned arrays of the same shapes; the reference takes any address."""
     states, *_ = parts(bfloat16)
     placed = dict(

@@ -74,7 +74,7 @@ class Latents:
     def arrays(self, xp: Any) -> list[Any]:
         return [xp.asarray(a) for a in (self.q, self.cache, self.table, self.lengths)]
 
-    def rows(self, device: str) -> Any:
+    def rows(self) -> Any:
         """The cache in float64, with zeros for NaN."""
         rows = self.cache
         if rows.dtype == np.uint8:
@@ -92,7 +92,7 @@ class Latents:
         assert host(out).tobytes() == host(again).tobytes()
         want, want_lse = reference.mla_attention(
             self.q.astype(np.float64),
-            self.rows(device),
+            self.rows(),
             np.where(self.table == HUGE, 0, self.table),
             self.lengths,
             return_lse=True,
@@ -137,7 +137,7 @@ def test_float8_latents(device: str, heads: int, seq_q: int) -> None:
 
 @pytest.mark.parametrize("outlier", [1e5, 1e-5])
 def test_a_latent_much_larger_or_smaller_than_the_others(device: str, outlier: float) -> None:
-    """As of the first token of a text in trained models: the other latents keep their accuracy."""
+    """Trained models have such a latent at the first token; other latents keep their accuracy."""
     Latents([150, 70], heads=24, coded=True, outlier=outlier).check(device)
 
 
@@ -205,7 +205,7 @@ def test_a_few_thread_blocks_share_requests(
         mla._prepare.forget()  # type: ignore[attr-defined]
 
 
-def test_projections_are_absorbed_and_prefill_is_flash_attention(device: str) -> None:
+def test_absorbed_projections_equal_flash_attention_of_the_prompt(device: str) -> None:
     """flash_attention of a prompt with head_dims 192 and 128, and mla_attention of its last queries
     on latents, give the same outputs."""
     rng = np.random.default_rng(2)
@@ -275,7 +275,9 @@ def test_the_plan() -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_rejected(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     arguments: dict[str, Any] = {
         "q": np.zeros((1, 1, 3, 576), np.float32),
         "kv_cache": np.zeros((4, 64, 1, 576), np.float32),
@@ -298,7 +300,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
     ],
     ids=str,
 )
-def test_what_the_kernel_refuses(changes: dict[str, Any], message: str) -> None:
+def test_errors_for_requirements_of_the_kernel(changes: dict[str, Any], message: str) -> None:
     block, width = changes.get("block", BLOCK), changes.get("width", WIDTH)
     dtype = changes.get("dtype", np.float16)
     q = np.zeros((1, 1, 3, width), dtype)
@@ -312,7 +314,7 @@ def test_what_the_kernel_refuses(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("name", ["q", "kv_cache", "out"])
 @pytest.mark.parametrize("offset", [2, 8])
-def test_what_is_not_aligned_is_refused(device: str, name: str, offset: int, coded: bool) -> None:
+def test_unaligned_arrays_are_rejected(device: str, name: str, offset: int, coded: bool) -> None:
     """Also after a call with aligned arrays of the same shapes; the reference takes any address."""
     xp = pytest.importorskip("cupy") if device == "gpu" else np
     names = "q", "kv_cache", "block_table", "seq_lens"
@@ -331,7 +333,7 @@ def test_what_is_not_aligned_is_refused(device: str, name: str, offset: int, cod
 
 @pytest.mark.parametrize("coded", [False, True])
 def test_strides_of_the_cache(device: str, coded: bool) -> None:
-    """Every second block of a larger array; strides that TMA cannot take are refused."""
+    """Every second block of a larger array; strides that TMA does not support are rejected."""
     xp = pytest.importorskip("cupy") if device == "gpu" else np
     q, cache, table, lengths = Latents([150], heads=2, coded=coded).arrays(xp)
     want: Any = ck.mla_attention(q, cache, table, lengths)
@@ -356,7 +358,7 @@ def test_strides_of_the_cache(device: str, coded: bool) -> None:
     ("name", "shape"),
     [("w_q", (31, 7)), ("w_o", (9, 9)), ("w_uk", (2, 40, 6)), ("w_uv", (3, 4, 6))],
 )
-def test_projections_that_do_not_fit(name: str, shape: tuple[int, ...]) -> None:
+def test_projections_of_the_wrong_shape_are_rejected(name: str, shape: tuple[int, ...]) -> None:
     shapes = {"w_q": (32, 7), "w_o": (9, 8), "w_uk": (2, 3, 6), "w_uv": (2, 4, 6)}
     arrays = {n: np.zeros(s, np.float32) for n, s in (shapes | {name: shape}).items()}
     with pytest.raises(ArrayShapeError, match=r"absorb_mla_projections: w_"):

@@ -53,7 +53,7 @@ def check_quietly(place, q, k, v, grad_out, **options):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @emulated(lambda dtype: dtype == "bfloat16")
-def test_a_bias_of_minus_infinity_hides(anywhere, rng, dtype):
+def test_a_bias_of_minus_infinity_masks(anywhere, rng, dtype):
     """Like a mask; some queries and some tiles are then fully masked."""
     bias = random(rng, (70, 150), dtype)
     bias[rng.random(bias.shape) < 0.4] = -np.inf
@@ -71,7 +71,7 @@ def test_nan_of_a_query_stays_in_its_row(anywhere, rng):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_value_stays_in_its_column(anywhere, rng, value):
+def test_a_nonfinite_value_stays_in_its_column(anywhere, rng, value):
     q, k, v, _ = inputs_of(rng)
     v[0, 130, 0, 5] = value
     out, lse = flash_attention(*to_device(anywhere, q, k, v), return_lse=True)

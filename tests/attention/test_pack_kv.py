@@ -11,11 +11,8 @@ import cukit as ck
 from cukit.core.arrays import bfloat16, float16
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError
 from cukit.reference import pack_kv as reference
+from tests.contract import array_module
 from tests.quick_run import emulated
-
-
-def array_module(device: str) -> Any:
-    return pytest.importorskip("cupy") if device == "gpu" else np
 
 
 def int4_cache(xp: Any, shape: tuple[int, ...], axis: int, size: int) -> ck.QuantizedArray:
@@ -84,7 +81,7 @@ def test_groups_of_any_source(
     assert good.sum() >= good.size - 1
 
 
-def test_wrong_arguments(device: str) -> None:
+def test_invalid_arguments_are_rejected(device: str) -> None:
     xp = array_module(device)
     k = xp.zeros((2, 64, 1, 32), float16)
     caches = [int4_cache(xp, (2, 64, 1, 32), axis, size) for axis, size in ((1, 64), (3, 32))]

@@ -16,7 +16,8 @@ from cukit.attention.paged._paged_plan import plan_paged_attention
 from cukit.attention.paged._paged_prefill import PreparedPrefill
 from cukit.attention.paged._paged_prefill_plan import short_queries
 from cukit.core.arrays import bfloat16, float16
-from tests.attention.test_paged_attention import DTYPES, Cache, array_module, grouped
+from tests.attention.test_paged_attention import DTYPES, Cache, grouped
+from tests.contract import array_module
 from tests.quick_run import emulated
 
 COUNTS = [70, 1, 0, 13, 1, 5, 0, 2, 9, 1]
@@ -38,7 +39,7 @@ def packed(
 @pytest.fixture
 def decode(device: str, replanned: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """`device`, with every call on the decode kernel, as on GPUs other than Hopper."""
-    monkeypatch.setattr(_paged_gather, "serves", lambda *_, **__: False)
+    monkeypatch.setattr(_paged_gather, "uses_forward", lambda *_, **__: False)
     return device
 
 
@@ -78,7 +79,7 @@ def test_options(decode: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("counts", [[1] * 10, [2, 0, 0, 0, 0, 0, 0, 0, 0, 0], [0] * 9 + [40]])
-def test_few_or_one(decode: str, counts: list[int]) -> None:
+def test_tiles_of_every_height(decode: str, counts: list[int]) -> None:
     """Tiles of 8, 16 and 32 rows; requests without queries before and after."""
     cache, ends = packed(counts, block_size=16)
     cache.check(decode, cu_seqlens_q=ends)
@@ -165,7 +166,7 @@ def test_mixed_batches(device: str, block_size: int, window: Any) -> None:
 
 
 @pytest.mark.emulator
-def test_which_kernels_a_mixed_batch_takes() -> None:
+def test_choice_of_kernels_for_a_mixed_batch() -> None:
     with ck.backend("emulator"):
         cache, ends = packed()
         xp = array_module("emulator")
@@ -179,7 +180,7 @@ def test_which_kernels_a_mixed_batch_takes() -> None:
         assert isinstance(both.prefill, PreparedPrefill)
 
 
-def test_when_decode_steps_are_separate() -> None:
+def test_choice_of_separate_decode_steps() -> None:
     mixed = AttentionProblem(64, 1853, 1, 32, 8, 128, "bfloat16", True, varlen=True)
     assert short_queries(mixed) == 4
     assert short_queries(replace(mixed, num_heads_q=64)) == 2

@@ -17,14 +17,11 @@ from cukit.core.arrays import bfloat16, float16, namespace
 from cukit.core.device import typical_device
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.reference import paged_attention as reference
+from tests.contract import array_module
 from tests.quick_run import emulated
 
 DTYPES = (float16, bfloat16)
 ROUNDING = {float16: 2.0**-11, bfloat16: 2.0**-8}
-
-
-def array_module(device: str) -> Any:
-    return pytest.importorskip("cupy") if device == "gpu" else np
 
 
 class Cache:
@@ -572,7 +569,9 @@ def test_a_slab_of_the_manager(device: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_rejected(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     arguments: dict[str, Any] = {
         "q": np.zeros((1, 1, 4, 64), np.float32),
         "k_cache": np.zeros((4, 16, 2, 64), np.float32),
@@ -596,7 +595,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         ([16, 17, 0], {(0, 1): 2**30, (2, 0): -1}, None),
     ],
 )
-def test_checked_calls_report_what_they_would_follow(
+def test_checked_calls_reject_invalid_tables_and_lengths(
     device: str,
     lengths: list[int],
     entries: dict[tuple[int, int], int],

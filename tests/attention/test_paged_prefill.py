@@ -22,16 +22,16 @@ from cukit.core import backend
 from cukit.core.arrays import bfloat16, float16
 from cukit.core.device import KIB, current_device, typical_device
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
-from tests.attention.test_new_lengths import Recorder
 from tests.attention.test_paged_attention import (
     DTYPES,
     Cache,
-    array_module,
     check_codes,
     check_int4,
     check_recent,
 )
+from tests.contract import array_module
 from tests.quick_run import emulated
+from tests.recorder import Recorder
 
 H200 = typical_device("sm_90")
 PROBLEM = AttentionProblem(8, 2048, 1, 32, 8, 128, "bfloat16", True)
@@ -48,7 +48,7 @@ def prefill(device: str, replanned: None, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 @pytest.fixture
-def gather(prefill: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def copied_cache(prefill: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """`prefill`, with a copy of the cache for every call, of at most three requests at once."""
     monkeypatch.setattr(_paged_gather, "prefers_gather", lambda *_, **__: True)
     monkeypatch.setattr(_paged_gather, "_MAX_REQUESTS", 3)
@@ -148,24 +148,23 @@ def test_a_thread_block_processes_tiles_of_a_window_one_after_the_other(
     )
 )
 def test_copied_caches(
-    gather: str, shape: Any, options: Any, hidden: int, block_size: int, dtype: Any
+    copied_cache: str, shape: Any, options: Any, hidden: int, block_size: int, dtype: Any
 ) -> None:
-    """Also requests without keys or with fewer than queries. Masked keys are NaN."""
+    """Also requests without keys, and with fewer keys than queries. Masked keys are NaN."""
     lengths = [152, 300, 0, 90, 71, 33, 200]
-    hidden = min(hidden, 152 - 70 - 9)
     lengths = [length for length in lengths if not hidden or length > 70 + 80] + [0] * bool(hidden)
     cache = Cache(lengths, seq_q=70, hidden=hidden, block_size=block_size, dtype=dtype, **shape)
-    cache.check(gather, **options)
+    cache.check(copied_cache, **options)
 
 
 @pytest.mark.parametrize("window", [None, (40, 0)], ids=str)
-def test_copies_for_packed_queries(gather: str, window: Any) -> None:
+def test_copies_for_packed_queries(copied_cache: str, window: Any) -> None:
     counts = [70, 1, 0, 130, 1, 5, 64]
     cache = Cache([70, 200, 40, 333, 1, 0, 64], block_size=5, dtype=float16)
     ends = np.cumsum([0, *counts]).astype(np.int32)
     generator = np.random.default_rng(7)
     cache.q = generator.standard_normal((ends[-1], 4, 64), np.float32).astype(float16)
-    cache.check(gather, cu_seqlens_q=ends, window_size=window)
+    cache.check(copied_cache, cu_seqlens_q=ends, window_size=window)
 
 
 @pytest.mark.parametrize("codes", [ck.int8, ck.float8_e4m3], ids=lambda dtype: dtype.name)
@@ -260,7 +259,7 @@ def test_a_graph_replays_with_other_lengths(ragged: bool) -> None:
 
 
 @pytest.mark.gpu
-def test_a_slab_beyond_32_bits() -> None:
+def test_caches_beyond_32_bit_offsets() -> None:
     """Blocks at both ends of caches of more than 2^31 elements."""
     import cupy
 
@@ -295,7 +294,9 @@ def test_a_slab_beyond_32_bits() -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_rejected(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     arguments: dict[str, Any] = {
         "q": np.zeros((3, 4, 64), np.float32),
         "k_cache": np.zeros((4, 16, 2, 64), np.float32),
@@ -309,7 +310,7 @@ def test_what_is_refused(change: dict[str, Any], error: type[Exception], message
         ck.paged_attention(**(arguments | change))
 
 
-def test_which_kernel_a_call_takes() -> None:
+def test_choice_of_the_kernel() -> None:
     def prefers(batch: int, seq_q: int, heads: tuple[int, int] = (32, 8), **options: Any) -> bool:
         problem = replace(
             PROBLEM, batch=batch, seq_len_q=seq_q, num_heads_q=heads[0], num_heads_kv=heads[1]
@@ -333,7 +334,7 @@ def test_which_kernel_a_call_takes() -> None:
     assert not prefers_prefill(PROBLEM, typical_device("sm_100"), batch_invariant=False)
 
 
-def test_which_caches_are_copied() -> None:
+def test_choice_of_caches_to_copy() -> None:
     """Where the saved time of the forward exceeds that of the copy: as measured
     (profiling/notes/paged_prefill.md)."""
 
@@ -371,7 +372,9 @@ def test_which_caches_are_copied() -> None:
 @pytest.mark.parametrize(
     ("block_size", "keys", "copied"), [(16, 8192, True), (16, 1 << 20, False), (1, 1 << 20, True)]
 )
-def test_a_copy_that_saves_little_is_small(block_size: int, keys: int, copied: bool) -> None:
+def test_a_large_cache_is_copied_only_if_that_saves_much(
+    block_size: int, keys: int, copied: bool
+) -> None:
     """The block table has room for `keys` keys."""
     recorder = Recorder("sm_90")
     before = backend.activate(recorder)

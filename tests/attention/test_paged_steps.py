@@ -17,8 +17,9 @@ from cukit.core import backend
 from cukit.core.arrays import float16
 from cukit.core.device import current_device
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
-from tests.attention.test_paged_attention import Cache, array_module
-from tests.emulator.test_instructions import kernels_only
+from tests.attention.test_paged_attention import Cache
+from tests.contract import array_module
+from tests.devices import kernels_only
 
 
 def steps(device: str, cache: Cache, **options: Any) -> ck.PagedAttention:
@@ -35,7 +36,7 @@ def steps(device: str, cache: Cache, **options: Any) -> ck.PagedAttention:
     [{}, {"batch_invariant": True}, {"window_size": (20, 0), "softcap": 2.0, "scale": 0.7}],
     ids=str,
 )
-def test_steps_have_the_bits_of_single_calls(device: str, options: dict[str, Any]) -> None:
+def test_steps_are_bitwise_equal_to_single_calls(device: str, options: dict[str, Any]) -> None:
     """Different requests in each step, tables on host and device, one and two queries."""
     xp = array_module(device)
     cache = Cache([90, 0, 200, 7], seq_q=2, heads_q=4, heads_kv=2)
@@ -89,8 +90,8 @@ def choose(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_allocate_nothing(
     device: str, kernel: str, seq_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of any number of queries and requests. With one query, four requests are processed by
-    clusters, one by more thread blocks with partial results."""
+    """For any number of queries and requests. With one query, four requests are processed by
+    clusters, one request by more thread blocks with partial results."""
     choose(kernel, device, monkeypatch)
     xp = array_module(device)
     cache = Cache([90, 300, 200, 7], seq_q=seq_q, heads_q=8, heads_kv=2)
@@ -244,7 +245,7 @@ def test_checked_steps_are_checked_when_they_are_planned(device: str) -> None:
         attention.plan([[0, 1, 2]], [321])
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     cache = Cache([40], dtype=np.float32)
     attention = steps("cpu", cache)
     with pytest.raises(ArrayShapeError, match="at most max_batch x max_blocks"):

@@ -1,1 +1,1 @@
-"""KL divergences between attention distributions, and of sparse-attention indexers."""
+"""KL divergences between the attention of two models, and between attention and its indexer."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cukit.attention.flash._flash_plan import kernel_class
-from cukit.attention.flash._flash_tilings import BOX_COLUMNS, KEY_WIDTHS
+from cukit.attention.flash._flash_tilings import (
+    BOX_COLUMNS,
+    ITEM_BYTES,
+    KEY_WIDTHS,
+    RESERVED_BYTES,
+    WARP,
+)
 from cukit.attention.flash._problem import (
     AttentionProblem,
     Defines,
@@ -20,13 +25,11 @@ from cukit.core.device import Device
 from cukit.errors import UnsupportedDeviceError
 
 _ROWS_PER_WARP = 16
-_WARP = 32
 _MARK_THREADS = 128
 _SUM_THREADS = 256
 _SUM_ELEMENTS = 8  # per thread
-_ITEM_BYTES = 2
-_RESERVED_BYTES = 1024  # shared memory that the driver reserves per block
 _SPAN_KEYS = 256
+"""Least number of keys per block of the sweep."""
 _MAX_SPANS = 32
 """Limit for the forward, where each span writes statistics of every query."""
 _KEY_WAVES = 2
@@ -56,20 +59,20 @@ class IndexerTiling:
     """Whether the sweep uses wgmma."""
 
     def sweep_bytes(self, width: int) -> int:
-        """Two stages of queries and of keys."""
+        """Bytes of two stages of queries and of keys."""
         if self.wgmma:
             width = ceil_div(width, BOX_COLUMNS) * BOX_COLUMNS
-        return 2 * _ITEM_BYTES * width * (self.tile_m + self.tile_n)
+        return 2 * ITEM_BYTES * width * (self.tile_m + self.tile_n)
 
     def query_bytes(self, width: int) -> int:
-        """Queries, and two stages of keys and derivatives."""
+        """Bytes of queries, and of two stages of keys and derivatives."""
         columns = width * (self.tile_m + 2 * self.query_n) + 2 * self.tile_m * self.query_n
-        return _ITEM_BYTES * columns
+        return ITEM_BYTES * columns
 
     def key_bytes(self, width: int) -> int:
-        """Keys, and two stages of queries and derivatives."""
+        """Bytes of keys, and of two stages of queries and derivatives."""
         columns = width * (self.key_tile + 2 * self.tile_q) + 2 * self.tile_q * self.key_tile
-        return _ITEM_BYTES * columns
+        return ITEM_BYTES * columns
 
 
 TILINGS: dict[int, tuple[IndexerTiling, ...]] = {
@@ -82,14 +85,14 @@ WARPGROUP_INDEXER_TILINGS: dict[int, IndexerTiling] = {
     128: IndexerTiling(128, 128, 128, 64, 64, wgmma=True),
     256: IndexerTiling(128, 64, 128, 32, 32, wgmma=True),
 }
-"""The same on Hopper, with more keys per step: each step reads the queries of every head again."""
+"""The first choice on Hopper, with twice the keys per step: each step reads the queries of every
+head again."""
 
 
 @dataclass(frozen=True)
 class IndexerConfig:
     """The configuration of the divergence or, with `gradient`, of its gradients."""
 
-    kernel_class: str
     problem: AttentionProblem
     """The student's attention, with the teacher in place of v."""
     width: int
@@ -97,6 +100,7 @@ class IndexerConfig:
     tiling: IndexerTiling
     gradient: bool
     selected: bool
+    """Whether the divergence is over selected keys of each query, given by their indices."""
     num_sms: int
 
     @property
@@ -114,7 +118,7 @@ class IndexerConfig:
         """Query tiles per launch: all, or as many as fit in the scratch memory."""
         if not (self.gradient or self.selected):
             return max(1, self.tiles)
-        item = _ITEM_BYTES if self.gradient else 1 / 8
+        item = ITEM_BYTES if self.gradient else 1 / 8
         tile_bytes = self.tiling.tile_m * self.scratch_row * item
         return max(1, min(self.tiles, int(_SCRATCH_BYTES // max(1, tile_bytes))))
 
@@ -147,7 +151,7 @@ class IndexerConfig:
         return max(1, min(self.problem.num_heads_q, _MAX_SPLITS, wanted))
 
     def sweep_spec(self) -> KernelSpec:
-        """The terms of the divergence, or the derivatives with respect to the scores."""
+        """The kernel that computes the terms of the divergence, or the gradient of the scores."""
         width = max(self.width, self.value_width)
         defines = (
             ("TILE_N", self.tiling.tile_n),
@@ -160,25 +164,25 @@ class IndexerConfig:
         return self._spec("indexer_kl", "indexer_kl_sweep", shared, more=defines)
 
     def rows_spec(self) -> KernelSpec:
-        """The divergence from its terms."""
+        """The kernel that computes the divergence from its terms."""
         sweep = self.sweep_spec()
         return KernelSpec(sweep.source, "indexer_kl_rows", sweep.defines, self.tiling.tile_m)
 
     def query_spec(self) -> KernelSpec:
-        """The gradients of queries and head weights."""
+        """The kernel that computes the gradients of queries and head weights."""
         shared = self.tiling.query_bytes(self.width)
         defines = (("TILE_N", self.tiling.query_n), ("BLOCKS_PER_SM", 1))
         return self._spec("indexer_kl_query_sm80", "indexer_kl_query_sm80", shared, more=defines)
 
     def key_spec(self) -> KernelSpec:
-        """The gradient of the keys."""
-        threads = self.tiling.key_tile // _ROWS_PER_WARP * _WARP
+        """The kernel that computes the gradient of the keys."""
+        threads = self.tiling.key_tile // _ROWS_PER_WARP * WARP
         defines = (("TILE_Q", self.tiling.tile_q), ("BLOCKS_PER_SM", 1))
         shared = self.tiling.key_bytes(self.width)
         return self._spec("indexer_kl_key_sm80", "indexer_kl_key_sm80", shared, threads, defines)
 
     def mark_spec(self) -> KernelSpec:
-        """The bit mask of the selected keys."""
+        """The kernel that computes the bit mask of the selected keys."""
         defines: Defines = (
             ("DTYPE", self.problem.dtype),
             ("TILE_M", self.tiling.tile_m),
@@ -189,11 +193,11 @@ class IndexerConfig:
         return KernelSpec(source, "indexer_selection", defines, _MARK_THREADS)
 
     def sum_spec(self) -> KernelSpec:
-        """The gradient of the keys from the partial sums of the splits."""
+        """The kernel that reduces the splits of the gradient of the keys."""
         defines: Defines = (
             *common_defines(self.problem, self.width, self.value_width),
             ("THREADS", _SUM_THREADS),
-            ("LANES", _WARP),
+            ("LANES", WARP),
             ("QUERY_GRADIENT", False),
             ("TILE_M", self.tiling.tile_m),
             ("VARLEN", False),
@@ -218,7 +222,7 @@ class IndexerConfig:
         self, source: str, entry: str, shared: int, threads: int | None = None, more: Defines = ()
     ) -> KernelSpec:
         tiling = self.tiling
-        threads = threads or tiling.tile_m // _ROWS_PER_WARP * _WARP
+        threads = threads or tiling.tile_m // _ROWS_PER_WARP * WARP
         defines: Defines = (
             *common_defines(self.problem, self.width, self.value_width),
             ("CAUSAL", self.problem.causal),
@@ -247,7 +251,7 @@ def plan_indexer_kl(
         best = next(each for most, each in WARPGROUP_INDEXER_TILINGS.items() if widest <= most)
         tilings = (best, *tilings)
     for tiling in tilings:
-        per_sm = tiling.blocks_per_sm * (tiling.sweep_bytes(widest) + _RESERVED_BYTES)
+        per_sm = tiling.blocks_per_sm * (tiling.sweep_bytes(widest) + RESERVED_BYTES)
         most = max(f(widest) for f in (tiling.sweep_bytes, tiling.query_bytes, tiling.key_bytes))
         if most <= device.shared_bytes_per_block and per_sm <= device.shared_bytes_per_sm:
             break
@@ -257,7 +261,6 @@ def plan_indexer_kl(
             f"block, {device.name} has {device.shared_bytes_per_block}"
         )
     return IndexerConfig(
-        kernel_class=kernel_class(device),
         problem=problem,
         width=width,
         value_width=value_width,
@@ -271,7 +274,10 @@ def plan_indexer_kl(
 def indexer_specs(
     device: Device, gradient: bool, more: Callable[[], Sequence[KernelSpec]] = tuple
 ) -> list[KernelSpec]:
-    """A representative set of variants: common widths, unequal head_dims, and each option."""
+    """A representative set of variants: common widths, unequal head_dims, and each option.
+
+    more: returns further variants.
+    """
     usual = AttentionProblem(2, 4096, 4096, 32, 1, 128, "bfloat16", True, teacher_group=4)
     problems = [
         (usual, True),

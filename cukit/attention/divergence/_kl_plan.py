@@ -34,12 +34,12 @@ from cukit.core.compiler import KernelSpec
 from cukit.core.device import Device
 
 _STEP = 16  # K of one wgmma
-_ONE_PASS_COLUMNS = 128  # of a head, at most
+_ONE_PASS_COLUMNS = 128  # largest head_dim
 
 
 @dataclass(frozen=True)
 class KnownLse:
-    """Which log-sum-exps a sweep over the scores reads, and which sum it forms."""
+    """Which log-sum-exps a sweep over the scores reads, and how it sums the divergence."""
 
     teacher: bool = False
     """Whether the teacher's lse is known."""
@@ -97,10 +97,10 @@ def _padded_columns(*widths: int) -> int:
 
 @dataclass(frozen=True)
 class KlTiling(WarpgroupTiling):
-    """The tiling of Hopper's sweep: that of the forward, with queries of both models."""
+    """The tiling of Hopper's sweep: as for the forward, with queries and keys of both models."""
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """The stages of both models' queries and keys, in boxes of 64 columns."""
+        """Bytes of the stages of both models' queries and keys, in boxes of 64 columns."""
         columns = _padded_columns(width, value_width)
         rows = self.query_stages * self.tile_m + self.num_stages * self.tile_n
         return ITEM_BYTES * columns * rows
@@ -250,11 +250,12 @@ def _one_pass_tiling(problem: AttentionProblem, teacher_dim: int, known: bool) -
 def plan_attention_with_kl(
     problem: AttentionProblem, teacher_dim: int, known_teacher: bool, device: Device
 ) -> AttentionWithKlConfig | None:
-    """The configuration of the student's attention with its divergence in one pass; None where
-    class sm90 does not cover it, or heads are too wide: outputs and both models' scores would not
-    fit in the registers.
+    """The configuration of the student's attention and its divergence in one pass.
 
-    problem: the student's attention, without options but masks.
+    None where class sm90 does not cover the problem, or a head is too wide: the output and both
+    models' scores would not fit in registers.
+
+    problem: the student's attention, with no options other than masks.
     """
     widest = max(problem.head_dim, problem.head_dim_v, teacher_dim)
     if not covers(problem, device) or widest > _ONE_PASS_COLUMNS:
@@ -269,8 +270,8 @@ def plan_attention_with_kl(
 
 
 def attention_with_kl_specs(device: Device) -> list[KernelSpec]:
-    """A representative set of variants: two widths with and without a causal mask and the teacher's
-    lse, and with one the other dtype, unequal head_dims, and the other masks."""
+    """A representative set of variants: two widths with and without a causal mask, with the
+    teacher's lse known or not; float16; unequal head_dims; a window and variable lengths."""
     many = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
     cases = [
         (replace(many, head_dim=width, causal=causal), width, known)
@@ -290,8 +291,8 @@ def attention_with_kl_specs(device: Device) -> list[KernelSpec]:
 def representative_pairs(
     plan: Callable[[AttentionProblem], Sequence[KernelSpec]],
 ) -> list[KernelSpec]:
-    """A representative set of variants: two widths with and without a causal mask, the other widths
-    with one, unequal head_dims, and each option."""
+    """A representative set of variants: two widths with and without a causal mask, two more with
+    one; float16; unequal head_dims; windows and variable lengths."""
     many = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True, teacher_group=4)
     problems = [
         replace(many, head_dim=width, causal=causal)

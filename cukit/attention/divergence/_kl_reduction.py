@@ -1,4 +1,4 @@
-"""Reduction of per-row divergences to a loss, shared by attention_kl and indexer_kl."""
+"""Reduction of per-row divergences to a loss, shared by the ops in this folder."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ def total_blocks(rows: int) -> int:
 
 def sum_spec() -> KernelSpec:
     """The kernel that computes partial sums of the rows."""
-    return _total_spec("attention_kl_sum", False)
+    return _spec("attention_kl_sum", False)
 
 
-def total_spec(weighed: bool) -> KernelSpec:
-    """The kernel that adds the partial sums. weighed: and divides by the sum of the weights."""
-    return _total_spec("attention_kl_total", weighed)
+def total_spec(weighted: bool) -> KernelSpec:
+    """The kernel that adds the partial sums and, if `weighted`, divides by the total weight."""
+    return _spec("attention_kl_total", weighted)
 
 
-def _total_spec(entry: str, weighed: bool) -> KernelSpec:
-    defines = (("THREADS", _TOTAL_THREADS), ("WEIGHED", weighed))
+def _spec(entry: str, weighted: bool) -> KernelSpec:
+    defines = (("THREADS", _TOTAL_THREADS), ("WEIGHED", weighted))
     return KernelSpec("attention/attention_kl_total.cu", entry, defines, _TOTAL_THREADS)
 
 
 class Divisor(NamedTuple):
     """The factor of the sum of the rows: a number on the host, divided on the device by
-    `normalizer` or, if `weighed`, by the sum of the weights."""
+    `normalizer` or, if `weighted`, by the sum of the weights."""
 
     factor: float
     normalizer: Array | None
-    weighed: bool
+    weighted: bool
 
     @property
     def on_host(self) -> bool:
-        """Whether nothing is divided on the device."""
-        return self.normalizer is None and not self.weighed
+        """Whether `factor` is complete, with no division on the device."""
+        return self.normalizer is None and not self.weighted
 
 
 def divisor_of(
     shape: tuple[int, ...], options: KlOptions, weights: Array | None, normalizer: Any
 ) -> Divisor:
-    """The divisor of a reduction. shape: of the rows, [batch, heads, seq] or [heads, total]."""
+    """The divisor of a reduction. shape: the rows' shape, [batch, heads, seq] or [heads, total]."""
     factor = options.loss_factor
     if options.reduction != "mean":
         return Divisor(factor, None, False)
@@ -77,12 +77,12 @@ def totals(
     divisor: Divisor,
     grad: Array | None = None,
 ) -> Array:
-    """float32 [2] on the GPU: the sum of the weighted rows times `divisor`, and the gradient of a
-    row of weight 1, which is `grad` (0-d; None: 1) times `divisor`."""
+    """float32 [2] on the GPU: the sum of the weighted rows (0 if `rows` is None) times `divisor`,
+    and the gradient of a row of weight 1, which is `grad` (0-d; None: 1) times `divisor`."""
     count, heads = math.prod(shape), shape[-2]
     blocks = total_blocks(count)
     partials = empty(like, (2, blocks), np.float32)
-    add, end = _total_launches(blocks, divisor.weighed)
+    add, end = _total_launches(blocks, divisor.weighted)
     add(rows, weights, partials, then=(np.int64(count), np.int32(heads), np.int64(shape[-1])))
     both = empty(like, (2,), np.float32)
     scalars = (np.int32(blocks), np.float32(divisor.factor), np.int32(heads))
@@ -91,14 +91,15 @@ def totals(
 
 
 @launch_plan
-def _total_launches(blocks: int, weighed: bool) -> tuple[Launch, Launch]:
+def _total_launches(blocks: int, weighted: bool) -> tuple[Launch, Launch]:
     return Launch(load_kernel(sum_spec()), (blocks,)), Launch(
-        load_kernel(total_spec(weighed)), (1,)
+        load_kernel(total_spec(weighted)), (1,)
     )
 
 
 def reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any) -> Array:
-    """The loss from the rows of the divergence, on the GPU; of "none" the rows, in place."""
+    """The loss from the divergences of the rows, on the GPU. With reduction "none" it is `rows`,
+    scaled in place."""
     weights = arrays.row_weights
     if options.reduction != "none":
         divisor = divisor_of(rows.shape, options, weights, normalizer)

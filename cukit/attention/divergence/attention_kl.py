@@ -108,9 +108,9 @@ def attention_kl(
             [total_q].
         lse_t: float32 [batch, num_heads_s, seq_len_q] (with cu_seqlens [num_heads_s, total_q]), the
             log-sum-exps of the teacher's scores at temperature T, one per head of the student, as
-            an earlier call or, at T = 1, flash_attention returned. Saves the teacher's online
+            returned by an earlier call or, at T = 1, by flash_attention. Saves the teacher's online
             softmax.
-        lse_s: the same of the student.
+        lse_s: the same for the student.
         reduction: "mean" over heads and weighted queries, "sum", or "none".
         normalizer: the divisor of "mean", in place of the total weight (or number) of queries: a
             number or a float32 0-d array, such as the query count of all batches that a step
@@ -189,8 +189,11 @@ def divergence_rows(
     precise: bool,
     keep_lse: bool,
 ) -> tuple[Array, Array | None, Array | None]:
-    """The divergence of each row on the GPU, float32, and both lse, which may be None where neither
-    given nor requested. The teacher's heads are mapped already."""
+    """The divergence of each row, float32, and both lse, each None if neither given nor computed.
+    Runs on the GPU.
+
+    q_t, k_t: from `mapped_teacher`.
+    """
     lse_t, lse_s = arrays.lse_t, arrays.lse_s
     shape = lse_shape(q_s)
     inputs = (q_s, k_s, q_t, k_t)
@@ -263,6 +266,7 @@ def _prepare_sweep(
         rows_per_head=0,
         head_dim=problem.head_dim,
         value_dim=problem.head_dim_v,
+        grad_q_row=0,
         section=config.raster_group,
         scale=scale,
         scale_log2=scale_log2,

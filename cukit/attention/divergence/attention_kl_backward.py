@@ -90,16 +90,16 @@ def attention_kl_backward(
     gradient.
 
     Args:
-        q_t: as in the forward, and so are all options up to `normalizer`.
+        q_t: as in the forward. The same applies to all options up to `normalizer`.
         k_t: as in the forward.
         q_s: as in the forward.
         k_s: as in the forward.
         lse_t: returned by the forward with return_lse, or passed to it.
         lse_s: as lse_t.
-        grad_loss: upstream gradient, a number or a float32 0-d array; for "none" float32, of the
-            shape of the loss, non-negative.
-        deterministic: sum grad_q_s in a fixed order, as in flash_attention_backward. grad_k_s
-            always is.
+        grad_loss: upstream gradient, a number or a float32 0-d array; with reduction "none" a
+            non-negative float32 array of the loss's shape.
+        deterministic: sum grad_q_s in a fixed order, as in flash_attention_backward. grad_k_s is
+            always summed in a fixed order.
 
     Returns:
         `(grad_q_s, grad_k_s)`, C-contiguous, dtypes and shapes of q_s and k_s.
@@ -155,7 +155,8 @@ def attention_kl_backward(
     if divisor.on_host and (each_row or grad_loss is None or isinstance(grad_loss, numbers.Real)):
         factor = divisor.factor * (1.0 if each_row or grad_loss is None else float(grad_loss))
     else:
-        # A gradient on the device may be negative, which the host cannot know: it is applied last.
+        # The kernels take logarithms of row weights. The sign of a gradient on the device is not
+        # known here, so it multiplies the results instead.
         number = isinstance(grad_loss, numbers.Real)
         factor = float(grad_loss) if number else 1.0
         grad = None if number or each_row else grad_loss
@@ -292,13 +293,20 @@ def _prepare_backward(
             heads=problem.num_heads_kv * config.splits,
             group=problem.group // config.splits,
             splits=config.splits,
+            grad_k_row=problem.num_heads_kv * config.splits * problem.head_dim,
+            grad_v_row=0,
+            table_rows=0,
             section=config.key_raster_group,
         )
         parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
         keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
     if config.accumulates_grad_q:
         summed = structs["QuerySumParameters"].pack(
-            **rows_of, head_dim=problem.head_dim, scale=scale * factor
+            **rows_of,
+            head_dim=problem.head_dim,
+            grad_q_row=problem.num_heads_q * problem.head_dim,
+            table_rows=0,
+            scale=scale * factor,
         )
         blocks = config.finish_blocks(total_q)
         queries = Launch(load_kernel(config.finish_spec()), (blocks,), (summed,))
@@ -308,13 +316,15 @@ def _prepare_backward(
             **common,
             heads_q=problem.num_heads_q,
             group=problem.group,
+            grad_q_row=problem.num_heads_q * problem.head_dim,
             section=config.query_raster_group,
         )
         spec = config.queries_spec()
         queries = Launch(load_kernel(spec), (config.query_blocks,), (parameters,))
     sums = None
     if config.splits > 1:
-        sums = sum_launch(Launches(load_kernel(config.sum_spec())), config, k_s)
+        row = problem.num_heads_kv * problem.head_dim
+        sums = sum_launch(Launches(load_kernel(config.sum_spec())), config, k_s, row)
     return _Steps(
         prepare, keys, sums, queries, config.accumulates_grad_q, rows,
         config.counters(total_q), config.width, config.splits,

@@ -39,7 +39,7 @@ _OP = "distillation_attention"
 
 
 class AttentionWithKl(NamedTuple):
-    """The result of one pass."""
+    """The results of `attention_with_kl`."""
 
     out: Array
     loss: Array
@@ -58,12 +58,11 @@ def attention_with_kl(
     head_map: Sequence[int] | None = None,
     normalizer: Any = None,
 ) -> AttentionWithKl | None:
-    """flash_attention of the student and attention_kl of both models at a temperature of 1, by one
-    kernel; None, without checks, where there is none: on the CPU, and where the plan has no such
-    kernel.
+    """flash_attention of the student and attention_kl of both models at a temperature of 1, in one
+    kernel. None on the CPU, before any checks, and where no such kernel covers the call.
 
-    options, arrays: without lse_s. Other arguments, errors and numerics as of
-    distillation_attention, which uses it.
+    arrays: without lse_s. Other arguments, errors and numerics as of distillation_attention, the
+    caller.
     """
     q_t, k_t, q_s, k_s, v_s, *given = adopt(_OP, q_t, k_t, q_s, k_s, v_s, *arrays)
     arrays = RowArrays(*given)
@@ -109,7 +108,11 @@ class _Pass:
         rows: tuple[Array | None, Array, Array],
         arrays: RowArrays,
     ) -> None:
-        """Launches on the current stream. rows: the known lse, then divergence and lse to write."""
+        """Launches on the current stream.
+
+        student: q, k, v, out and lse. rows: the teacher's lse or None, then the arrays to which the
+        divergence and the teacher's lse are written.
+        """
         maps = self._q(teacher[0]), self._k(teacher[1])
         self._forward(*student, *arrays.scores, more=(*maps, *rows))
 

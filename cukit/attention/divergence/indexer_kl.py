@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any, NamedTuple
 
@@ -14,10 +13,14 @@ from cukit.attention.divergence.kl_pairs import (
     KlOptions,
     RowArrays,
     check_optional_scalar,
+    check_row_weights,
     kl_options,
 )
 from cukit.attention.flash._arguments import (
+    LOG2_E,
     PARAMETERS,
+    check_head_counts,
+    check_head_dim,
     check_kernel_layout,
     check_sequence_ends,
     check_sequences,
@@ -40,17 +43,16 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.device import Device, current_device
-from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
+from cukit.core.kernel import NULL, KernelSpec, Launch, int32s, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag, check_number
-from cukit.errors import ArrayError, ArrayShapeError
+from cukit.errors import ArrayShapeError
 from cukit.reference import indexer_kl as reference
 from cukit.registry import register
 
 _OP = "indexer_kl"
-_LOG2_E = 1.0 / math.log(2.0)
 _GRADIENT_UNIT = 64.0  # kernels_cu/attention/indexer_work.cuh
-_STATISTICS = 5  # of a query and span
+_STATISTICS = 5  # per query and span
 _BITS = 32
 
 
@@ -75,7 +77,7 @@ def indexer_kl(
     normalizer: Any = None,
     return_statistics: bool = False,
 ) -> Array | tuple[Array, Array, Array]:
-    """KL(attention || indexer), of attention summed over its heads and a sparse-attention indexer:
+    """KL(attention || indexer) between attention, summed over its heads, and its sparse indexer:
 
         P_ij = sum_h exp(scale_t q_t[i,h] k_t[j] - lse_t[i,h]),   p_i = P_i / sum_j P_ij
         I_ij = scale_s sum_h weights[i,h] max(0, q_s[i,h] k_s[j])
@@ -91,14 +93,14 @@ def indexer_kl(
             on the CPU float32|float64 too. Strides as for flash_attention.
         k_t: its keys, [batch, seq_len_kv, num_kv_heads_t, head_dim_t].
         lse_t: its log-sum-exps, float32 [batch, num_heads_t, seq_len_q], as flash_attention returns
-            them. Those of sparse attention work as well: all heads then have equal weight on the
-            selected keys.
+            them. Log-sum-exps of sparse attention work as well: all heads then have equal weight
+            on the selected keys.
         q_s: the indexer's queries, [batch, seq_len_q, num_heads_s, head_dim_s]; dtype of q_t.
         k_s: its keys, one head, [batch, seq_len_kv, head_dim_s].
         weights: head weights, float32 [batch, seq_len_q, num_heads_s], of any sign.
         topk_indices: int32 [batch, seq_len_q, top_k], keys of the query's own sequence in any
-            order; values outside the sequence are ignored, masked keys stay masked. All scores are
-            computed all the same: the time is that of dense scores.
+            order; values outside the sequence are ignored, and masked keys stay masked. All scores
+            are still computed, so a selection saves no time.
         causal: as in flash_attention.
         scale_t: factor of the attention's scores; default 1 / sqrt(head_dim_t).
         scale_s: factor of the indexer's scores, above 0.
@@ -109,7 +111,7 @@ def indexer_kl(
             [num_heads_t, total_q].
         reduction: "mean" over weighted queries, "sum", or "none".
         normalizer: the divisor of "mean", in place of the queries' weight, as in attention_kl.
-        return_statistics: also return what the backward needs.
+        return_statistics: also return lse_s and mass_t, which the backward needs.
 
     Returns:
         The loss, float32 0-d (float64 for float64 inputs); for "none" [batch, seq_len_q] or
@@ -256,29 +258,18 @@ def _check(
     shape = (*k_s.shape[:-1], None, q_t.shape[-1])
     check_array(op, "k_t", k_t, dtypes=FLOAT_DTYPES, shape=shape, contiguous=False)
     check_same_dtype(op, q_s=q_s, k_s=k_s, q_t=q_t, k_t=k_t)
-    heads, keys = q_t.shape[-2], k_t.shape[-2]
-    if keys == 0 or heads == 0 or heads % keys:
-        raise ArrayShapeError(
-            f"{op}: the heads of k_t (axis {k_t.ndim - 2}) must divide those of q_t, "
-            f"got {keys} and {heads}"
-        )
+    check_head_counts(op, "q_t", q_t, "k_t", k_t)
     if q_s.shape[-2] == 0:
         raise ArrayShapeError(f"{op}: q_s must have a head, got shape {q_s.shape}")
-    for name, x in (("q_t", q_t), ("q_s", q_s)):
-        if x.shape[-1] == 0:
-            raise ArrayShapeError(f"{op}: head_dim (the last axis of {name}) must not be 0")
+    check_head_dim(op, "q_t", q_t)
+    check_head_dim(op, "q_s", q_s)
     exact = (float32, float64) if q_s.dtype == float64 else (float32,)
     check_array(op, "lse_t", lse_t, dtypes=exact, shape=lse_shape(q_t))
     check_array(op, "weights", weights, dtypes=exact, shape=q_s.shape[:-1], contiguous=False)
     if indices is not None:
         dtypes = (np.dtype(np.int32),)
         check_array(op, "topk_indices", indices, dtypes=dtypes, shape=(*lengths, None))
-    if arrays.row_weights is not None:
-        check_array(op, "row_weights", arrays.row_weights, dtypes=exact, shape=lengths)
-        if isinstance(arrays.row_weights, np.ndarray) and not (arrays.row_weights >= 0).all():
-            raise ArrayError(
-                f"{op}: row_weights must be at least 0, got {arrays.row_weights.min()}"
-            )
+    check_row_weights(op, arrays.row_weights, exact, lengths)
     if backward:
         for name, x in (("lse_s", arrays.lse_s), ("mass_t", arrays.lse_t)):
             check_array(op, name, x, dtypes=exact, shape=lengths)
@@ -310,7 +301,10 @@ def prepare_indexer(
     factor: float,
     *given: Array | None,
 ) -> IndexerSteps:
-    """The plan and launches of a call. factor: of the gradients."""
+    """The plan and launches of a call.
+
+    weights: only for launch_plan, which checks its device. factor: multiplies the gradients.
+    """
     arrays = RowArrays(*given)
     k_head = k_s[..., None, :]
     check_kernel_layout(op, q_t=q_t, k_t=k_t, q_s=q_s, k_s=k_head)
@@ -346,8 +340,8 @@ def prepare_indexer(
         scratch_row=config.scratch_row,
         top_k=0 if indices is None else indices.shape[-1],
         splits=config.splits,
-        teacher_scale_log2=options.factor_t(width_t) * _LOG2_E,
-        scale_log2=options.factor_s(width_s) * _LOG2_E,
+        teacher_scale_log2=options.factor_t(width_t) * LOG2_E,
+        scale_log2=options.factor_s(width_s) * LOG2_E,
         grad_scale=options.factor_s(width_s) * factor / _GRADIENT_UNIT,
         settings=score_settings(q_s, student, arrays.scores, shape),
     )
@@ -362,7 +356,9 @@ def prepare_indexer(
         rows = launch(config.rows_spec(), tiles)
         return IndexerSteps(config, mark, sweep, rows, None, None, None)
     elements = k_s.size
-    scalars = (np.int64(elements // max(1, width_s)), np.int32(config.splits), np.int32(width_s))
+    # Without heads: the key gradients of the indexer have one.
+    key_rows = np.int64(elements // max(1, width_s))
+    scalars = key_rows, *int32s(1, config.splits, width_s, width_s)
     return IndexerSteps(
         config,
         mark,

@@ -56,10 +56,11 @@ def indexer_kl_backward(
         dq_s[i,h] = sum_j dx k_s[j],   dk_s[j] = sum_ih dx q_s[i,h]
         dw[i,h] = scale_s sum_j dI_ij max(0, q_s[i,h] k_s[j])
 
-    The attention inputs get no gradient.
+    The gradients with respect to the attention inputs are not computed.
 
     Args:
-        q_t: as in the forward, and so are all arguments up to `normalizer` except lse_s and mass_t.
+        q_t: as in the forward. The same applies to all arguments up to `normalizer` except lse_s
+            and mass_t.
         k_t: as in the forward.
         lse_t: as in the forward.
         q_s: as in the forward.
@@ -67,8 +68,8 @@ def indexer_kl_backward(
         weights: as in the forward.
         lse_s: returned by the forward with return_statistics.
         mass_t: as lse_s.
-        grad_loss: upstream gradient, a number or a float32 0-d array; for "none" float32, of the
-            shape of the loss.
+        grad_loss: upstream gradient, a number or a float32 0-d array; with reduction "none" a
+            float32 array of the loss's shape.
 
     Returns:
         `(grad_q_s, grad_k_s, grad_weights)`, C-contiguous, dtypes and shapes of q_s, k_s, weights.
@@ -79,7 +80,7 @@ def indexer_kl_backward(
 
     Runs on CuPy's current stream, accumulates in float32 and is deterministic. dI is rounded to the
     dtype of q_s, for grad_weights too. Scratch memory: dI in 16 bits for as many queries at a time
-    as fit in 128 MiB, float32 partial sums of grad_k_s, and that of the forward.
+    as fit in 128 MiB, float32 partial sums of grad_k_s, and the forward's scratch memory.
     """
     if grad_loss is not None and not isinstance(grad_loss, numbers.Real):
         (grad_loss,) = adopt(_OP, grad_loss)

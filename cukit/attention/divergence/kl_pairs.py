@@ -11,14 +11,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.attention.flash._arguments import (
+    LOG2_E,
     ScoreArrays,
     ScoreOptions,
+    check_head_counts,
+    check_head_dim,
     check_sequences,
     lse_shape,
     score_options,
     score_shape,
 )
-from cukit.attention.flash._problem import AttentionProblem, Window, rounded_length
+from cukit.attention.flash._problem import AttentionProblem, Window
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -29,10 +32,9 @@ from cukit.core.arrays import (
     namespace,
 )
 from cukit.core.scalars import check_choice, check_flag, check_number, check_scalar
-from cukit.errors import ArrayError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayError, ConfigError
 
 REDUCTIONS = ("mean", "sum", "none")
-_LOG2_E = 1.0 / math.log(2.0)
 
 
 class KlOptions(NamedTuple):
@@ -114,7 +116,7 @@ def kl_options(
     check_choice(op, "reduction", reduction, REDUCTIONS)
     if normalizer is not None:
         if reduction != "mean":
-            raise ConfigError(f"{op}: normalizer goes with reduction='mean', got {reduction!r}")
+            raise ConfigError(f"{op}: normalizer requires reduction='mean', got {reduction!r}")
         if isinstance(normalizer, numbers.Real):
             check_number(op, "normalizer", normalizer, above=0)
     return KlOptions(
@@ -155,30 +157,30 @@ def check_pairs(
     shape = (*k_s.shape[:-2], None, q_t.shape[-1])
     check_array(op, "k_t", k_t, dtypes=FLOAT_DTYPES, shape=shape, contiguous=False)
     check_same_dtype(op, q_s=q_s, k_s=k_s, q_t=q_t, k_t=k_t)
-    for whose, q, k in (("s", q_s, k_s), ("t", q_t, k_t)):
-        heads, keys = q.shape[-2], k.shape[-2]
-        if keys == 0 or heads == 0 or heads % keys:
-            raise ArrayShapeError(
-                f"{op}: the heads of k_{whose} (axis {k.ndim - 2}) must divide those of q_{whose}, "
-                f"got {keys} and {heads}"
-            )
-        if q.shape[-1] == 0:
-            raise ArrayShapeError(f"{op}: head_dim (the last axis of q_{whose}) must not be 0")
+    for model, q, k in (("s", q_s, k_s), ("t", q_t, k_t)):
+        check_head_counts(op, f"q_{model}", q, f"k_{model}", k)
+        check_head_dim(op, f"q_{model}", q)
     exact = (float32, float64) if q_s.dtype == float64 else (float32,)
-    if arrays.row_weights is not None:
-        check_array(op, "row_weights", arrays.row_weights, dtypes=exact, shape=lengths)
-        if isinstance(arrays.row_weights, np.ndarray) and not (arrays.row_weights >= 0).all():
-            raise ArrayError(
-                f"{op}: row_weights must be at least 0, got {arrays.row_weights.min()}"
-            )
+    check_row_weights(op, arrays.row_weights, exact, lengths)
     for name in ("lse_t", "lse_s"):
         lse = getattr(arrays, name)
         if lse is not None:
             check_array(op, name, lse, dtypes=exact[-1:], shape=lse_shape(q_s))
 
 
+def check_row_weights(
+    op: str, weights: Array | None, dtypes: tuple[Any, ...], shape: tuple[int, ...]
+) -> None:
+    """Checks the weights of the queries; the values only on the CPU."""
+    if weights is None:
+        return
+    check_array(op, "row_weights", weights, dtypes=dtypes, shape=shape)
+    if isinstance(weights, np.ndarray) and not (weights >= 0).all():
+        raise ArrayError(f"{op}: row_weights must be at least 0, got {weights.min()}")
+
+
 def head_map_of(op: str, head_map: Any, heads_t: int, heads_s: int) -> tuple[int, ...] | None:
-    """The teacher's head for each of the student's; None for the identity."""
+    """The teacher's head for each of the student's heads; None for the identity."""
     if head_map is None:
         if heads_t == heads_s:
             return None
@@ -198,8 +200,8 @@ def head_map_of(op: str, head_map: Any, heads_t: int, heads_s: int) -> tuple[int
 def mapped_teacher(q_t: Array, k_t: Array, head_map: tuple[int, ...] | None) -> tuple[Array, Array]:
     """The teacher's arrays with one query head per head of the student.
 
-    Query head h is the one that h maps to; neighbouring heads share a KV head where they can. Views
-    where the mapped heads are equally spaced, otherwise copies.
+    Query head h is the teacher's head for head h of the student; neighbouring heads share a KV head
+    where possible. The results are views if the mapped heads are equally spaced, otherwise copies.
     """
     if head_map is None:
         return q_t, k_t
@@ -225,13 +227,11 @@ def _heads(array: Array, heads: Sequence[int]) -> Array:
 
 
 def problem_of_pairs(
-    k_t: Array, q_s: Array, k_s: Array, options: KlOptions, arrays: RowArrays, rounded: bool = False
+    k_t: Array, q_s: Array, k_s: Array, options: KlOptions, arrays: RowArrays
 ) -> AttentionProblem:
     """The problem of a call: the student's attention, with the teacher in place of v."""
     student = options.student(q_s.shape[-1])
     batch, heads, seq_q, seq_kv = score_shape(q_s, k_s, student, arrays.scores)
-    if rounded:
-        seq_q, seq_kv = rounded_length(seq_q), rounded_length(seq_kv)
     causal, window = student.visible
     width_s, width_t = q_s.shape[-1], k_t.shape[-1]
     return AttentionProblem(
@@ -247,5 +247,5 @@ def teacher_settings(options: KlOptions, problem: AttentionProblem) -> dict[str,
     """The teacher's kernel parameters."""
     return {
         "teacher_group": problem.teacher_group or 1,
-        "teacher_scale_log2": options.factor_t(problem.head_dim_v) * _LOG2_E,
+        "teacher_scale_log2": options.factor_t(problem.head_dim_v) * LOG2_E,
     }

@@ -26,6 +26,7 @@ from cukit.core.arrays import (
     is_gpu_array,
     namespace,
 )
+from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag, check_number
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
@@ -35,11 +36,111 @@ ATTENTION_DTYPES = (float16, bfloat16)
 
 PARAMETERS = "attention/parameters.cuh"
 """Header of the parameter structs that the kernels take by value."""
+
+
+class GradientLayout(NamedTuple):
+    """Where a backward writes its results."""
+
+    q: int
+    """Elements from one row of grad_q to the next."""
+    k: int
+    v: int
+    own_tables: bool | None = None
+    """Whether each sequence has rotary tables of its own; None: no rope."""
+
+    @classmethod
+    def contiguous(cls, problem: AttentionProblem) -> GradientLayout:
+        """C-contiguous gradients, no rope."""
+        heads_q, heads_kv = problem.num_heads_q, problem.num_heads_kv
+        rows = (heads_q * problem.head_dim, heads_kv * problem.head_dim)
+        return cls(*rows, heads_kv * problem.head_dim_v)
+
+    def key_rows(self, problem: AttentionProblem, splits: int) -> tuple[int, int]:
+        """Elements between the rows that the dK/dV kernel writes: of the partial sums if any."""
+        if splits == 1:
+            return self.k, self.v
+        heads = problem.num_heads_kv * splits
+        return heads * problem.head_dim, heads * problem.head_dim_v
+
+
+GRADIENTS = "grad_q", "grad_k", "grad_v"
+
+
+def gradient_layout(
+    op: str,
+    inputs: tuple[Array, Array, Array],
+    targets: tuple[Array, ...],
+    tables: tuple[Array, ...],
+    others: dict[str, Any],
+) -> GradientLayout:
+    """Checks the arrays that a backward writes into, and the tables of rope.
+
+    inputs: q, k and v. targets: their gradients, or none. tables: cos and sin, or none. others: the
+    other arguments, by name.
+    """
+    q, k, _ = inputs
+    rows = [int(x.shape[-2] * x.shape[-1]) for x in inputs]
+    named = dict(zip(GRADIENTS, targets, strict=False))
+    others = {**others, **dict(zip(("q", "k", "v"), inputs, strict=True))}
+    others.update(zip(("cos", "sin"), tables, strict=False))
+    for index, (name, target) in enumerate(named.items()):
+        rows[index] = _gradient_row(op, name, target, inputs[index])
+        following = {each: named[each] for each in GRADIENTS[index + 1 :]}
+        check_overlap(op, target, name=name, **others, **following)
+    own_tables = _check_rope(op, q, k, *tables) if tables else None
+    return GradientLayout(rows[0], rows[1], rows[2], own_tables)
+
+
+def _gradient_row(op: str, name: str, gradient: Array, like: Array) -> int:
+    """Elements from one row of a gradient to the next, for all rows of all sequences."""
+    check_array(op, name, gradient, dtypes=(like.dtype,), shape=like.shape, contiguous=False)
+    *batch, seq_len, heads, head_dim = gradient.shape
+    *batch_strides, row, head, column = (each // gradient.itemsize for each in gradient.strides)
+    if seq_len == 1:
+        row = batch_strides[0] if batch and batch[0] > 1 else heads * head_dim
+    equal = (
+        (column == 1 or head_dim == 1)
+        and (head == head_dim or heads == 1)
+        and row >= heads * head_dim
+        and all(stride == seq_len * row for stride in batch_strides if batch[0] > 1)
+    )
+    if not equal:
+        raise ArrayLayoutError(
+            f"{op}: the heads of {name} must be adjacent and its rows equally spaced, got shape "
+            f"{gradient.shape} and strides {gradient.strides}"
+        )
+    return int(row)
+
+
+def _check_rope(op: str, q: Array, k: Array, cos: Array, sin: Array) -> bool | None:
+    """Whether each sequence has tables of its own; None where attention's kernels cannot read
+    them."""
+    if q.ndim != _DENSE_AXES:
+        raise ConfigError(f"{op}: rope does not support cu_seqlens")
+    batch, seq_len, _, head_dim = q.shape
+    if k.shape[1] != seq_len:
+        raise ArrayShapeError(
+            f"{op}: with rope q and k must have the same length, got {seq_len} and {k.shape[1]}"
+        )
+    own = cos.ndim == _DENSE_AXES - 1
+    dtypes = _statistic_dtypes(q)
+    check_array(op, "cos", cos, dtypes=dtypes, ndim=cos.ndim if own else 2)
+    check_array(op, "sin", sin, dtypes=(cos.dtype,), shape=cos.shape)
+    shape = (batch, seq_len, head_dim / 2) if own else (max(seq_len, len(cos)), head_dim / 2)
+    if cos.shape != shape:
+        raise ArrayShapeError(
+            f"{op}: cos must have shape ({seq_len} or more, {head_dim / 2:g}) or "
+            f"({batch}, {seq_len}, {head_dim / 2:g}), got {cos.shape}"
+        )
+    return None if (address_of(cos) | address_of(sin)) % ACCESS_BYTES else own
+
+
 NO_TEACHER = {"teacher_group": 1, "teacher_scale_log2": 0.0}
 """Teacher parameters of plain attention, for kernels that also compute the attention KL."""
 
+LOG2_E = 1.0 / math.log(2.0)
+
 _UNBOUNDED = 1 << 29  # above any sequence length, with room for sums in int32
-_LOG2_E = 1.0 / math.log(2.0)
 _CACHED_STRIDES = 256
 _CACHED_SETTINGS = 256  # few: they rarely depend on lengths
 _MATRIX_AXES = ("batch", "head", "row", "column")
@@ -48,7 +149,7 @@ _HEAD_DIM_STEP = 8  # elements in one 16-byte access
 _MAX_ROW_STRIDE = (1 << 26) - 1  # offsets of up to 32 rows are 32-bit (TileCopy)
 _MAX_MAP_STRIDE = 1 << 40  # bytes
 _CACHED_PROBLEMS = 4096
-_DENSE_AXES = 4
+_DENSE_AXES = 4  # axes of q, k and v unless sequences are packed
 
 
 class ScoreOptions(NamedTuple):
@@ -78,7 +179,7 @@ class ScoreOptions(NamedTuple):
 
     @property
     def visible(self) -> tuple[bool, Window | None]:
-        """Whether the mask is causal (a right side of 0), and the window left to test."""
+        """Whether the mask is causal (0 on the right), and the window yet to be tested, or None."""
         causal = self.right == 0
         bounded = self.left is not None or (self.right is not None and not causal)
         return causal, (self.left, self.right) if bounded else None
@@ -117,9 +218,9 @@ class ScoreArrays(NamedTuple):
         return self.cu_seqlens_q is not None or self.cu_seqlens_kv is not None
 
 
-_LENGTHS = ScoreOptions._fields.index("max_seqlen_q")  # index of max_seqlen_q and _kv, the last two
-_LAST_OF_BIAS = len(ScoreArrays._fields) - ScoreArrays._fields.index("bias")
-_LAST_OF_MASK = len(ScoreArrays._fields) - ScoreArrays._fields.index("mask")
+_LENGTHS = ScoreOptions._fields.index("max_seqlen_q")  # index of the first max_seqlen field
+_BIAS_FROM_END = len(ScoreArrays._fields) - ScoreArrays._fields.index("bias")
+_MASK_FROM_END = len(ScoreArrays._fields) - ScoreArrays._fields.index("mask")
 
 
 def score_options(
@@ -199,8 +300,8 @@ def _settings(
     inner = outer = 0.0
     if options.softcap is not None:
         # tanh(x) = 1 - 2 / (1 + 2^(2 log2(e) x))
-        inner = 2.0 * _LOG2_E * options.factor(head_dim) / options.softcap
-        outer = _LOG2_E * options.softcap
+        inner = 2.0 * LOG2_E * options.factor(head_dim) / options.softcap
+        outer = LOG2_E * options.softcap
     return parameter_structs(PARAMETERS)["ScoreSettings"].pack(
         **{f"bias_{axis}": step for axis, step in zip(_MATRIX_AXES, bias, strict=True)},
         **{f"mask_{axis}": step for axis, step in zip(_MATRIX_AXES, mask, strict=True)},
@@ -220,7 +321,7 @@ def _bound(side: int | None) -> int:
 def scales_of(q: Array, options: ScoreOptions) -> tuple[float, float]:
     """The softmax scale, for base e and for base 2."""
     factor = options.factor(q.shape[-1])
-    return factor, factor * _LOG2_E
+    return factor, factor * LOG2_E
 
 
 def refuse_dropout(op: str, dropout: float) -> None:
@@ -238,25 +339,35 @@ def _check_heads(
 ) -> None:
     """Checks shapes and dtypes of q, k and v."""
     check_array(op, "q", q, dtypes=dtypes, ndim=3 if varlen else 4, contiguous=False)
-    batch, (num_heads_q, head_dim) = q.shape[:-3], q.shape[-2:]
+    batch, head_dim = q.shape[:-3], q.shape[-1]
     check_array(op, "k", k, dtypes=dtypes, shape=(*batch, None, None, head_dim), contiguous=False)
     check_array(op, "v", v, dtypes=dtypes, shape=(*k.shape[:-1], None), contiguous=False)
     check_same_dtype(op, q=q, k=k, v=v)
-    num_heads_kv = k.shape[-2]
-    if num_heads_kv == 0 or num_heads_q == 0 or num_heads_q % num_heads_kv:
+    check_head_counts(op, "q", q, "k", k)
+    check_head_dim(op, "q", q)
+    check_head_dim(op, "v", v)
+
+
+def check_head_counts(op: str, q_name: str, q: Array, k_name: str, k: Array) -> None:
+    """Checks that the number of KV heads divides the number of query heads."""
+    heads_q, heads_kv = q.shape[-2], k.shape[-2]
+    if heads_kv == 0 or heads_q == 0 or heads_q % heads_kv:
         raise ArrayShapeError(
-            f"{op}: the heads of k (axis {k.ndim - 2}) must divide those of q, "
-            f"got {num_heads_kv} and {num_heads_q}"
+            f"{op}: the heads of {k_name} (axis {k.ndim - 2}) must divide those of {q_name}, "
+            f"got {heads_kv} and {heads_q}"
         )
-    for name, array in (("q", q), ("v", v)):
-        if array.shape[-1] == 0:
-            raise ArrayShapeError(f"{op}: head_dim (the last axis of {name}) must not be 0")
+
+
+def check_head_dim(op: str, name: str, array: Array) -> None:
+    """Checks that head_dim is not 0."""
+    if array.shape[-1] == 0:
+        raise ArrayShapeError(f"{op}: head_dim (the last axis of {name}) must not be 0")
 
 
 def _check_options(
     op: str, q: Array, k: Array, options: ScoreOptions, arrays: ScoreArrays, dtype: Any = None
 ) -> None:
-    """Checks slopes, sinks, bias and mask. dtype: of a bias that is not float32; default q's."""
+    """Checks slopes, sinks, bias and mask. dtype: of a bias other than float32; default q's."""
     batch, heads_q, seq_len_q, seq_len_kv = score_shape(q, k, options, arrays)
     exact = _statistic_dtypes(q)
     slopes, sinks = arrays.alibi_slopes, arrays.sinks
@@ -356,8 +467,10 @@ def check_forward(
     arrays: ScoreArrays,
     decoded: Any = None,
 ) -> None:
-    """Checks the arguments of the forward, on either device. decoded: q, k and v are the storage of
-    narrow arrays, and this is the dtype that they would decode to."""
+    """Checks the arguments of the forward, on either device.
+
+    decoded: None, or the dtype to which q, k and v, the storage of narrow arrays, decode.
+    """
     op = "flash_attention"
     options.check(op)
     check_sequences(op, options, arrays)
@@ -400,7 +513,7 @@ def _statistic_dtypes(q: Array) -> tuple[np.dtype[Any], ...]:
 
 
 def lse_shape(q: Array) -> tuple[int, ...]:
-    """[batch, heads_q, seq_q]; [heads_q, total_q] for packed sequences."""
+    """The shape of lse: [batch, heads_q, seq_q]; [heads_q, total_q] for packed sequences."""
     *batch, rows, heads, _ = q.shape
     return (*batch, heads, rows)
 
@@ -456,27 +569,31 @@ def fits_tensor_maps(*arrays: Array) -> bool:
     return True
 
 
-def forward_but_lengths(key: tuple[Any, ...]) -> Hashable:
-    """The key of a forward's checks and plan: `key` of (device, q, k, v, out, options, others)
-    without exact lengths. others: further arguments, ScoreArrays last."""
+def forward_plan_key(key: tuple[Any, ...]) -> Hashable:
+    """`key` of a forward, (device, q, k, v, out, options, others), with rounded lengths if
+    possible.
+
+    others: further arguments, ScoreArrays last.
+    """
     device, q, k, v, out, options, *others = key
     queries = (q,) if out is None else (q, out)
-    return _but_lengths(device, queries, (k, v), options, others) or key
+    return _rounded_key(device, queries, (k, v), options, others) or key
 
 
-def backward_but_lengths(key: tuple[Any, ...]) -> Hashable:
-    """The same for `key` of (device, grad_out, q, k, v, out, lse, options, others)."""
+def backward_plan_key(key: tuple[Any, ...]) -> Hashable:
+    """`key` of a backward, (device, grad_out, q, k, v, out, lse, options, others), with rounded
+    lengths if possible."""
     device, grad_out, q, k, v, out, lse, options, *others = key
     if q is None or lse is None or len(q[0]) < _DENSE_AXES - 1:  # rejected by the checks, by name
         return key
     *batch, rows, heads, _ = q[0]
     if lse[0] != (*batch, heads, rows) or not is_contiguous(lse):
         return key
-    short = _but_lengths(device, (q, grad_out, out), (k, v), options, others)
+    short = _rounded_key(device, (q, grad_out, out), (k, v), options, others)
     return key if short is None else (lse[2:], short)
 
 
-def _but_lengths(
+def _rounded_key(
     device: Hashable,
     queries: tuple[Described, ...],
     keys: tuple[Described, ...],
@@ -489,18 +606,18 @@ def _but_lengths(
     None where that is not certain: inconsistent lengths, empty arrays, unaligned batch strides,
     bias or mask.
 
-    queries, keys: the arrays that have the length of the queries, of the keys.
+    queries, keys: the arrays with the length of the queries and with that of the keys.
     """
     if None in queries or None in keys:  # rejected by the checks, by name
         return None
     rows_q, rows_kv = queries[0][0][-3:-2], keys[0][0][-3:-2]
     max_q, max_kv = options.max_seqlen_q, options.max_seqlen_kv
-    inputs = [but_length(array, rows_q) for array in queries]
-    inputs += [but_length(array, rows_kv) for array in keys]
+    inputs = [without_length(array, rows_q) for array in queries]
+    inputs += [without_length(array, rows_kv) for array in keys]
     if (
         None in inputs
-        or others[-_LAST_OF_BIAS] is not None
-        or others[-_LAST_OF_MASK] is not None
+        or others[-_BIAS_FROM_END] is not None
+        or others[-_MASK_FROM_END] is not None
         or (max_q is not None and max_q < 0)
         or (max_kv is not None and max_kv < 0)
     ):
@@ -513,9 +630,9 @@ def _but_lengths(
     return device, rounded, len(queries), *inputs, options[:_LENGTHS], ragged, *others
 
 
-def but_length(array: Described, rows: tuple[int, ...]) -> tuple[Any, ...] | None:
-    """A described array's batch and the rest of its key, without its length; None where the length
-    may decide whether it passes the checks, for instance where it differs from `rows`."""
+def without_length(array: Described, rows: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """The description of an array without its length, batch first. None where the length may decide
+    whether the array passes the checks, for instance where it differs from `rows`."""
     shape, strides, dtype, misalignment, place = array
     if len(shape) == _DENSE_AXES:
         batch, step = shape[0], strides[0]
@@ -539,7 +656,8 @@ def problem_of(
     out_dtype: str | None = None,
     precise: bool = False,
 ) -> AttentionProblem:
-    """The problem of a call. rounded: with rounded lengths, shared by all calls that round alike.
+    """The problem of a call. rounded: with rounded lengths, so that calls of similar lengths share
+    it.
 
     dtype, out_dtype, precise: for FP8 inputs, whose arrays hold bytes.
     """
@@ -570,7 +688,7 @@ def problem_of(
     )
 
 
-# Cached: constructing one takes as long as all checks of a call.
+# Cached, because constructing a problem takes as long as all checks of a call.
 _cached_problem = lru_cache(maxsize=_CACHED_PROBLEMS)(AttentionProblem)
 
 
@@ -590,7 +708,7 @@ def _in_elements(strides: tuple[int, ...], itemsize: int) -> Strides:
 
 
 def dense_strides(shape: tuple[int, ...]) -> Strides:
-    """The same for a C-contiguous array of this shape."""
+    """`strides_of` a C-contiguous array of this shape."""
     *batch, rows, heads, head_dim = shape
     row = heads * head_dim
     return rows * row if batch else 0, row, head_dim

@@ -11,7 +11,7 @@ from cukit.attention.flash._arguments import (
     check_forward,
     check_sequence_ends,
     fits_tensor_maps,
-    forward_but_lengths,
+    forward_plan_key,
     lse_shape,
     problem_of,
 )
@@ -44,6 +44,7 @@ OUT_DTYPES = (bfloat16, float16)
 _OP = "flash_attention"
 
 Descales = tuple[Any, Any, Any]
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 def refuse_float8(op: str, *arrays: Any) -> None:
@@ -67,7 +68,7 @@ def attend_float8(
 
     q, k, v: storage with a contiguous last axis, other strides any multiples of 16 bytes.
     descales: of q, k and v, each None, a number, or float32 [], [heads_kv] or [batch, heads_kv].
-    precise: probabilities in 16 bits.
+    precise: keep the probabilities in float16.
     """
     _check_inputs(q, k, v, out, arrays.varlen)
     factors = _factors(q, k, descales, arrays)
@@ -78,7 +79,8 @@ def attend_float8(
     if prepared is None:
         return None
     launch, out_shape, row_shape = prepared
-    check_overlap(_OP, out, q=q.storage, k=k.storage, v=v.storage, bias=arrays.bias)
+    scales = dict(zip(_DESCALES, factors, strict=True))
+    check_overlap(_OP, out, q=q.storage, k=k.storage, v=v.storage, **scales, **arrays._asdict())
     if arrays.varlen:
         check_sequence_ends(_OP, q.storage, k.storage, options, arrays)
     if out is None:
@@ -151,7 +153,7 @@ def _factors(
     batch = q.shape[0] if ends is None else ends.size - 1
     return tuple(  # type: ignore[return-value]
         None if factors is None else _factor(name, factors, batch, k.shape[-2], xp)
-        for name, factors in zip(("q_descale", "k_descale", "v_descale"), given, strict=True)
+        for name, factors in zip(_DESCALES, given, strict=True)
     )
 
 
@@ -184,7 +186,7 @@ def _planned(
     v_descale: Array | None,
     *given: Array | None,
 ) -> MappedCall | None:
-    """Checks a call and plans it, for all lengths that round alike."""
+    """Checks a call and plans it, for all lengths that round to the same values."""
     arrays = ScoreArrays(*given)
     dtype = bfloat16 if out is None else out.dtype
     check_forward(q, k, v, out, options, arrays, decoded=dtype)
@@ -201,10 +203,10 @@ def _planned(
     if mapped is None:
         return None
     descales = q_descale, k_descale, v_descale
-    return MappedCall(mapped, q, k, v, options, arrays, descales=descales)
+    return MappedCall(mapped, q, k, options, arrays, descales=descales)
 
 
-@partial(launch_plan, plan=_planned, shorten=forward_but_lengths)
+@partial(launch_plan, plan=_planned, shorten=forward_plan_key)
 def _prepare(
     call: MappedCall | None,
     q: Array,

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from cukit.attention.flash._arguments import (
     NO_TEACHER,
     PARAMETERS,
+    GradientLayout,
     ScoreArrays,
     ScoreOptions,
     dense_strides,
@@ -82,7 +83,7 @@ class Prologue:
         self._dtype = dtype
 
     def __call__(self, like: Array, *arrays: Any, into: Array | None = None) -> Array:
-        """Launches on the current stream and returns the array: a new one, or `into`."""
+        """Launches on the current stream and returns the array: `into`, or a new one."""
         result = empty(like, (self._size,), self._dtype) if into is None else into
         self._launch(*arrays, result)
         return result
@@ -91,7 +92,7 @@ class Prologue:
 class MappedLaunch:
     """A launch of `flash_attention_sm90`, for arrays of the same shapes, strides and dtypes."""
 
-    __slots__ = ("_k", "_launch", "_nothing", "_plan", "_q", "_v", "_values")
+    __slots__ = ("_k", "_launch", "_no_options", "_plan", "_q", "_v", "_values")
 
     def __init__(
         self,
@@ -99,14 +100,14 @@ class MappedLaunch:
         maps: tuple[TensorMapCache, ...],
         plan: Prologue | None,
         values: Prologue | None,
-        nothing: tuple[Any, ...] | None,
+        no_options: tuple[Any, ...] | None,
     ) -> None:
-        """maps: of q, k and v. nothing: the null pointers of all optional arrays, if the call
-        uses none and needs no schedule."""
+        """maps: of q, k and v. no_options: null pointers for all optional arrays, if the call uses
+        none and needs no schedule."""
         self._launch = launch
         self._plan = plan
         self._values = values
-        self._nothing = nothing
+        self._no_options = no_options
         self._q, self._k, self._v = maps
 
     def __call__(
@@ -124,11 +125,11 @@ class MappedLaunch:
     ) -> None:
         """Launches on the current stream.
 
-        options: ScoreArrays. descales: of FP8 inputs. more: the kernel's further arguments: the
+        options: ScoreArrays. descales: of FP8 inputs. more: further arguments of the kernel: the
         block table of a paged cache, and the caches themselves where the kernel reads them without
-        TMA; or those of a teacher. schedule: memory for the schedule of tiles; None allocates it.
+        TMA; or the arrays of a teacher. schedule: memory for the schedule; None allocates it.
         """
-        pointers = self._nothing
+        pointers = self._no_options
         if pointers is None:
             plan: Any = NULL
             if self._plan is not None:
@@ -143,14 +144,14 @@ class MappedLaunch:
 
 
 class MappedForward:
-    """The loaded sm90 forward of a problem, for any options and strides and for lengths that round
-    alike."""
+    """The loaded sm90 forward of a problem, for any options and strides, and for all lengths that
+    round to the same values."""
 
     def __init__(self, config: WarpgroupForwardConfig) -> None:
         self.config = config
         problem = config.problem
         self.plain = not problem.features & {"alibi", "bias", "mask", "sinks", "varlen"}
-        self.nothing = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
+        self.no_options = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
         self.launches = Launches(load_kernel(config.spec()))
         self.plan_launches = launches_of(config.plan_spec())
         self.values_launches = launches_of(config.values_spec())
@@ -175,11 +176,11 @@ class MappedForward:
     ) -> MappedLaunch:
         """The launch for arrays like these, already checked.
 
-        mask_heads: heads of a block mask. teacher: the second model's parameters, for its
-        divergence.
+        mask_heads: heads of a block mask. teacher: parameters of a teacher, for the divergence from
+        it.
         """
         given = options, arrays
-        return MappedCall(self, q, k, v, *given, mask_heads, teacher).launch(q, k, v, out, *given)
+        return MappedCall(self, q, k, *given, mask_heads, teacher).launch(q, k, v, out, *given)
 
 
 class MappedCall:
@@ -193,7 +194,6 @@ class MappedCall:
         forward: MappedForward,
         q: Array,
         k: Array,
-        v: Array,
         options: ScoreOptions,
         arrays: ScoreArrays,
         mask_heads: int = 1,
@@ -272,9 +272,9 @@ class MappedCall:
                 count * config.tiling.value_bytes(config.value_width),
                 np.uint8,
             )
-        nothing = forward.nothing if plan is None and forward.plain else None
+        no_options = forward.no_options if plan is None and forward.plain else None
         maps = tuple(map(TensorMapCache, forward.encoders))
-        return MappedLaunch(launch, maps, plan, values, nothing)
+        return MappedLaunch(launch, maps, plan, values, no_options)
 
 
 @launch_plan
@@ -340,16 +340,16 @@ class MappedKeys(_MappedGradients):
     def __call__(self, q: Array, k: Array, v: Array, grad_out: Array, *rest: Any) -> None:
         """Launches on the current stream."""
         lse_log2, delta, total, counters, grad_k, grad_v, *options = rest
-        # With a teacher, an upstream gradient follows.
-        alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv, *upstream = options
+        # With a teacher, an upstream gradient follows; with rope, its tables.
+        alibi_slopes, _sinks, bias, mask, cu_seqlens_q, cu_seqlens_kv, *more = options
         plan: Any = NULL
         if self._plan is not None:
-            # Swapped: the schedule is one of query tiles, and here the tiles hold keys.
+            # Swapped: plan_sequences tiles the sequences of its first argument, here the keys.
             plan = self._plan(q, cu_seqlens_kv, cu_seqlens_q)
         self._launch(
             *self._maps(q, k, v, grad_out),
             *(lse_log2, delta, counters, total, grad_k, grad_v),
-            *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan, *upstream),
+            *(alibi_slopes, bias, mask, cu_seqlens_q, cu_seqlens_kv, plan, *more),
         )
 
 
@@ -384,11 +384,16 @@ class MappedKernels:
         settings: Any,
         teacher: Mapping[str, float] | None = None,
         factor: float = 1.0,
+        layout: GradientLayout | None = None,
     ) -> None:
-        """settings: score_settings. teacher: the second model's parameters, for the attention KL.
-        factor: of the gradients."""
+        """settings: score_settings. teacher: parameters of a teacher, for the attention KL. factor:
+        multiplies the gradients. layout: of the gradients; None: contiguous, no rope."""
         problem, splits = config.problem, config.splits
-        self._keys = Launches(load_kernel(config.keys_spec()))
+        layout = layout or GradientLayout.contiguous(problem)
+        key_row, value_row = layout.key_rows(problem, splits)
+        self._own_tables = bool(layout.own_tables)
+        rope = config.rotates and layout.own_tables is not None
+        self._keys = Launches(load_kernel(config.keys_spec(rope)))
         self._key_plan = launches_of(config.sequences_spec())
         scale, scale_log2 = scales_of(q, options)
         common = {
@@ -407,6 +412,9 @@ class MappedKernels:
             group=problem.group // splits,
             splits=splits,
             value_dim=problem.head_dim_v,
+            grad_k_row=key_row,
+            grad_v_row=value_row,
+            table_rows=0,
             section=config.key_raster_group,
             **(NO_TEACHER if teacher is None else teacher),
         )
@@ -415,7 +423,10 @@ class MappedKernels:
             self._queries = Launches(load_kernel(config.queries_spec()))
             self._query_plan = launches_of(config.query_sequences_spec())
             self._query_parameters = _QUERIES.pack(
-                **common, heads_q=problem.num_heads_q, group=problem.group
+                **common,
+                heads_q=problem.num_heads_q,
+                group=problem.group,
+                grad_q_row=layout.q,
             )
 
     def launches(
@@ -428,8 +439,8 @@ class MappedKernels:
     ) -> tuple[MappedKeys, MappedQueries | None]:
         """The dK/dV launch, and the dQ launch unless the former accumulates dQ.
 
-        config: for the lengths of the call. rows_per_head: of the scratch arrays. num_sms:
-        persistent blocks.
+        config: for the lengths of the call. rows_per_head: of the scratch arrays. num_sms: maximum
+        number of persistent blocks.
         """
         problem, splits = config.problem, config.splits
         lengths = problem.seq_len_q, problem.seq_len_kv
@@ -441,8 +452,9 @@ class MappedKernels:
             longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
             changes["settings.total_q"] = q.shape[0]
         changes["seq_q"], changes["seq_kv"] = lengths
+        key_changes = {"table_rows": lengths[1]} if self._own_tables else {}
         maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
-        parameters = changed_by_value(_KEYS, self._key_parameters, changes)
+        parameters = changed_by_value(_KEYS, self._key_parameters, {**changes, **key_changes})
         blocks = config.max_key_blocks(k.shape[0])
         plan = _schedule_prologue(self._key_plan, problem.batch, heads, lengths[0], blocks)
         keys = MappedKeys(self._keys((min(blocks, num_sms),), (parameters,)), maps, plan)

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _GROUP_WAVES = 4  # waves of blocks that a rasterisation group should make
 _SHARING_BLOCKS = 16  # concurrent blocks of a head that read its data from L2 together
+_ROW_THREADS = 256
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class FlashAttentionBackwardConfig:
     query_raster_group: int
 
     def at_lengths(self, seq_len_q: int, seq_len_kv: int) -> Self:
-        """A copy for other lengths that round alike (AttentionProblem.at_lengths)."""
+        """A copy for other lengths that round to the same values (AttentionProblem.at_lengths)."""
         config = object.__new__(type(self))
         config.__dict__.update(self.__dict__)
         config.__dict__["problem"] = self.problem.at_lengths(seq_len_q, seq_len_kv)
@@ -187,21 +188,27 @@ class FlashAttentionBackwardConfig:
         return KernelSpec(source, entry, defines, _ROW_THREADS, shared_bytes)
 
     def prepare_spec(self) -> KernelSpec:
-        """Row statistics, and zeros for the dQ accumulators."""
+        """The kernel that computes row statistics and zeroes the dQ accumulators or counters."""
         family = "attention_kl" if self.problem.distills else "flash_attention"
         return self._row_spec(f"{family}_backward_prepare")
 
-    def finish_spec(self) -> KernelSpec:
-        """dQ from its float32 accumulators."""
+    @property
+    def rotates(self) -> bool:
+        """Whether the kernels can turn dQ and dK back by the angles of rotary embeddings."""
+        return False
+
+    def finish_spec(self, rope: bool = False) -> KernelSpec:
+        """The kernel that converts the float32 dQ accumulators to dQ. rope: also turns dQ back."""
         shared = self.keys.tile_m * self.width * ITEM_BYTES
-        return self._row_spec("flash_attention_backward_finish", shared)
+        return _rotating(self._row_spec("flash_attention_backward_finish", shared), rope)
 
     def sum_spec(self) -> KernelSpec:
-        """dK or dV from the partial sums of the splits."""
+        """The kernel that reduces the splits of dK or dV."""
         return self._row_spec("flash_attention_backward_sum")
 
-    def keys_spec(self) -> KernelSpec:
-        """dK and dV; with accumulates_grad_q also the dQ accumulators."""
+    def keys_spec(self, rope: bool = False) -> KernelSpec:
+        """The kernel that computes dK and dV; with accumulates_grad_q it also accumulates dQ. rope:
+        also turns dK back."""
         tiling = self.keys
         defines = (
             *self._common_defines(),
@@ -213,10 +220,11 @@ class FlashAttentionBackwardConfig:
         )
         entry = f"flash_attention_backward_{self.kernel_class}"
         shared = tiling.shared_bytes(self.width, self.value_width)
-        return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
+        spec = KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
+        return _rotating(spec, rope)
 
     def queries_spec(self) -> KernelSpec:
-        """dQ in a fixed order."""
+        """The kernel that computes dQ in a fixed order."""
         tiling = self.queries
         defines = (
             *self._common_defines(),
@@ -230,18 +238,20 @@ class FlashAttentionBackwardConfig:
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
 
     def sinks_spec(self) -> KernelSpec:
-        """The gradient of the sinks."""
+        """The kernel that computes the gradient of the sinks."""
         return self._row_spec("flash_attention_backward_sinks")
 
     def specs(self) -> tuple[KernelSpec, ...]:
-        """All kernel variants of this configuration, in launch order."""
+        """All kernel variants of this configuration, in launch order, those with rope last."""
         last = self.finish_spec() if self.accumulates_grad_q else self.queries_spec()
         splits = (self.sum_spec(),) if self.splits > 1 else ()
         sinks = (self.sinks_spec(),) if self.problem.sinks else ()
-        return self.prepare_spec(), self.keys_spec(), *splits, last, *sinks
+        rotating = (self.keys_spec(True), self.finish_spec(True)) if self.rotates else ()
+        return self.prepare_spec(), self.keys_spec(), *splits, last, *sinks, *rotating
 
 
-_ROW_THREADS = 256
+def _rotating(spec: KernelSpec, rope: bool) -> KernelSpec:
+    return replace(spec, defines=(*spec.defines, ("ROPE", True))) if rope else spec
 
 
 KERNEL_CLASSES: tuple[tuple[tuple[int, int], str], ...] = (((8, 0), "sm80"),)
@@ -250,8 +260,8 @@ KERNEL_CLASSES: tuple[tuple[tuple[int, int], str], ...] = (((8, 0), "sm80"),)
 
 def kernel_class(device: Device) -> str:
     """The newest kernel class that runs on `device`."""
-    for oldest, name in KERNEL_CLASSES:
-        if device.compute_capability >= oldest:
+    for minimum, name in KERNEL_CLASSES:
+        if device.compute_capability >= minimum:
             return name
     raise UnsupportedDeviceError(f"attention needs sm_80 or newer, {device.name} is {device.arch}")
 
@@ -261,11 +271,11 @@ def choose_raster_group(
 ) -> int:
     """The number of heads in a rasterisation group of a causal call.
 
-    The blocks of a group run together, longest tiles first. With few heads, long tiles of the last
-    group run at the end, alone: the `tiles` of each head should make several waves of
-    `resident_blocks`. Many heads evict each other's `bytes_per_head` from L2, unless enough blocks
-    of a head run concurrently to share its reads. Groups of equal size are preferred, because a
-    small last group leaves SMs idle.
+    The blocks of a group run together, longest tiles first. With few heads per group, the long
+    tiles of the last group run alone at the end: a group, with `tiles` per head, should make
+    several waves of `resident_blocks`. With many heads, their data (`bytes_per_head` each) must fit
+    in L2, unless enough blocks of a head run concurrently to share its reads. Groups of equal size
+    are preferred, because a small last group leaves SMs idle.
     """
     fits_l2 = device.l2_bytes // 2 // max(1, bytes_per_head)
     fills_gpu = ceil_div(_GROUP_WAVES * resident_blocks, max(1, tiles))
@@ -281,8 +291,8 @@ def choose_raster_group(
 def choose_splits(group: int, blocks: int, enough: int, teacher_group: int | None = None) -> int:
     """The smallest number of blocks per KV head with which `blocks * splits` reaches `enough`.
 
-    It divides the query heads per KV head, `group`. teacher_group: query heads per KV head of a
-    teacher; the query heads of a block then share one KV head of the teacher too.
+    The result divides `group`, the query heads per KV head. teacher_group: query heads per KV head
+    of a teacher; the query heads of a block then share one KV head of the teacher too.
     """
     for splits in range(1, group):
         shared = teacher_group is None or teacher_group % max(1, group // splits) == 0
@@ -323,7 +333,7 @@ def plan_flash_attention_backward(
     splits = choose_splits(problem.group, heads * tiles, resident, problem.teacher_group)
     raster_group = 1
     if problem.bounded:
-        # What every block of a KV head accesses: Q, dO and the float32 dQ accumulators.
+        # Every block of a KV head accesses Q, dO and the float32 dQ accumulators.
         row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES + problem.head_dim * 4
         head_bytes = problem.group // splits * problem.seq_len_q * row_bytes
         raster_group = choose_raster_group(heads * splits, tiles, head_bytes, resident, device)

@@ -25,6 +25,7 @@ from cukit.attention.flash._flash_tilings import (
     MAX_HEAD_DIM,
     NARROW_STUDENT_TILING,
     PRECISE_TILINGS,
+    WARP,
     WARPGROUP_KEY_TILINGS,
     WARPGROUP_QUERY_TILINGS,
     WARPGROUP_ROWS,
@@ -54,13 +55,12 @@ _VALUES_THREADS = 128
 _FEW_READERS = 8  # query tiles that read the same V
 _SEQUENCE_THREADS = 1024
 _LIST_THREADS = 128
-_WARP = 32
 _NARROW, _WIDE = 96, 192  # columns of V
 _LONG_TILE, _SHORT_TILE = 128, 64  # keys
 _COLUMNS = 32  # granularity at which the backward skips padding columns
 _LONG = 8192  # queries of a causal call from which long query tiles are faster
 _SIMPLE = frozenset({"value_dim", "sinks"})  # features that leave enough registers for long tiles
-_WAVES = 4  # work items per SM at least, where splits allow, so that SMs finish together
+_WAVES = 4  # minimum work items per SM, where splits allow, so that SMs finish together
 
 BlockSize = tuple[int, int]
 """Queries and keys per block of a block mask."""
@@ -159,7 +159,7 @@ class WarpgroupForwardConfig:
         if self.problem.varlen:
             return 1
         tiles = mask_heads * ceil_div(seq_len_q, self.tiling.tile_m)
-        return ceil_div(tiles, _LIST_THREADS // _WARP)
+        return ceil_div(tiles, _LIST_THREADS // WARP)
 
     def value_tiles(self, rows_kv: int) -> int:
         """Tiles of prepared V per KV head.
@@ -171,7 +171,7 @@ class WarpgroupForwardConfig:
         return rows_kv // tile + batch if self.problem.varlen else batch * ceil_div(rows_kv, tile)
 
     def values_spec(self) -> KernelSpec | None:
-        """The kernel that prepares V of FP8 inputs, if a separate one does."""
+        """The kernel that prepares V of FP8 inputs, unless the forward does."""
         tiling = self.tiling
         if not isinstance(tiling, Float8Tiling) or tiling.prepares:
             return None
@@ -239,7 +239,7 @@ def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, num_sms: int) -> f
     """Relative time: scores of the largest work item, in whole tiles, times the number of waves.
 
     Variable-length sequences make so many items that neither matters. Each warpgroup stops at the
-    last key that its own queries see; one without queries idles.
+    last key visible to its own queries; a warpgroup without queries idles.
     """
     tile, groups = tiling.tile_n, range(0, problem.seq_len_q, WARPGROUP_ROWS)
     keys = 0
@@ -266,7 +266,7 @@ def _runs_ping_pong(problem: AttentionProblem, tiling: WarpgroupTiling) -> bool:
 
 
 def _visible_keys(problem: AttentionProblem, first_row: int, last_row: int) -> tuple[int, int]:
-    """The range of keys that any of these queries sees: the first key, and one past the last."""
+    """The range of keys visible to any of these queries: the first key, and one past the last."""
     causal_offset = problem.seq_len_kv - problem.seq_len_q
     window = problem.window or (None, None)
     left, right = window[0], 0 if problem.causal else window[1]
@@ -347,7 +347,7 @@ def _per_score(problem: AttentionProblem) -> bool:
 
 
 def specs_of(problem: AttentionProblem, device: Device) -> list[KernelSpec]:
-    """The variants for these head_dims, with every tiling that lengths may select."""
+    """The variants for a problem, with every tiling that its lengths may select."""
     config = plan_flash_attention_sm90(problem, device)
     configs = [replace(config, tiling=tiling) for tiling in tilings_of(problem)]
     others = [each.plan_spec() for each in configs] + [each.values_spec() for each in configs]
@@ -400,12 +400,20 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         shared = tiling.shared_bytes(*columns.values())
         return replace(spec, defines=(*spec.defines, *fewer), shared_bytes=shared)
 
-    def keys_spec(self) -> KernelSpec:
-        """dK and dV; with accumulates_grad_q also the dQ accumulators."""
-        return self._narrowed(super().keys_spec(), self.keys)
+    @property
+    def rotates(self) -> bool:
+        """For heads of 64 or 128 columns, without splits and packed sequences."""
+        problem = self.problem
+        exact = problem.head_dim == self.width and self.accumulates_grad_q
+        return exact and self.splits == 1 and not problem.varlen and not problem.distills
+
+    def keys_spec(self, rope: bool = False) -> KernelSpec:
+        """The kernel that computes dK and dV; with accumulates_grad_q it also accumulates dQ. rope:
+        also turns dK back."""
+        return self._narrowed(super().keys_spec(rope), self.keys)
 
     def queries_spec(self) -> KernelSpec:
-        """dQ of wide heads."""
+        """The kernel that computes dQ of wide heads."""
         return self._narrowed(super().queries_spec(), self.queries)
 
     def sequences_spec(self) -> KernelSpec | None:
@@ -413,7 +421,7 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
         return sequences_spec(self.keys.tile_n) if self.problem.varlen else None
 
     def query_sequences_spec(self) -> KernelSpec | None:
-        """The same for the dQ kernel."""
+        """The kernel that schedules variable-length sequences for the dQ kernel."""
         return sequences_spec(self.queries.tile_m) if self.problem.varlen else None
 
     def specs(self) -> tuple[KernelSpec, ...]:
@@ -425,7 +433,7 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 
     @property
     def accumulates_grad_q(self) -> bool:
-        """For heads of up to 128 columns; if deterministic, blocks add in a fixed order."""
+        """True for heads of up to 128 columns; if deterministic, blocks add in a fixed order."""
         assert isinstance(self.keys, WarpgroupKeyTiling)
         return self.keys.accumulates_grad_q
 
@@ -475,7 +483,7 @@ def plan_flash_attention_backward_sm90(
     if problem.varlen:
         heads = problem.num_heads_kv  # a rasterisation group stays within a sequence
     if problem.bounded:
-        # What every block of a KV head accesses: Q, dO and, if any, the dQ accumulators.
+        # Every block of a KV head accesses Q, dO and, if any, the dQ accumulators.
         sum_bytes = problem.head_dim * FLOAT_BYTES * tiling.accumulates_grad_q
         row_bytes = (problem.head_dim + problem.head_dim_v) * ITEM_BYTES + sum_bytes
         head_bytes = problem.group // splits * problem.seq_len_q * row_bytes

@@ -28,9 +28,9 @@ ITEM_BYTES = 2  # float16, bfloat16
 FLOAT_BYTES = 4
 WARPGROUP_ROWS = 64  # rows of one warpgroup's wgmma
 BOX_COLUMNS = 64  # 16-bit columns of a TMA box: rows of 128 swizzled bytes
-_WARP = 32
+WARP = 32
 RAW_STAGES = 2  # pipeline stages of FP8 V before it is transposed or widened
-_RESERVED_BYTES = KIB  # shared memory that the driver reserves per block
+RESERVED_BYTES = KIB  # shared memory that the driver reserves per block
 
 
 def _boxed(width: int) -> int:
@@ -49,14 +49,14 @@ class ForwardTiling:
     q_in_registers: bool = False
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """Q and two stages of K and of V; the epilogue reuses all of it for the output."""
+        """Bytes of Q and two stages of K and of V; the epilogue reuses all of it for the output."""
         inputs = width * (self.tile_m + 2 * self.tile_n) + value_width * 2 * self.tile_n
         return ITEM_BYTES * max(inputs, value_width * self.tile_m)
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return self.tile_m // (16 * self.m_tiles) * _WARP
+        return self.tile_m // (16 * self.m_tiles) * WARP
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class WarpgroupTiling:
     and within each over tiles of tile_n keys."""
 
     consumers: int
-    """Consumer warpgroups; the block has one producer warpgroup besides."""
+    """Consumer warpgroups, in addition to one producer warpgroup."""
     tile_n: int
     num_stages: int = 2
     query_stages: int = 2
@@ -79,7 +79,7 @@ class WarpgroupTiling:
     """tile_n with a bias, if different: the larger tile would spill registers."""
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """The stages of Q, K and V, in boxes of 64 columns."""
+        """Bytes of the stages of Q, K and V, in boxes of 64 columns."""
         columns, value_columns = _boxed(width), _boxed(value_width)
         rows = self.query_stages * self.tile_m + self.num_stages * self.tile_n
         return ITEM_BYTES * (columns * rows + value_columns * self.num_stages * self.tile_n)
@@ -92,7 +92,7 @@ class WarpgroupTiling:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 4 * _WARP * (self.consumers + 1)
+        return 4 * WARP * (self.consumers + 1)
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class Float8Tiling(WarpgroupTiling):
         return value_width * self.tile_n
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """The stages of Q, K, V as loaded and V as prepared, and the partial outputs."""
+        """Bytes of the stages of Q, K, V as loaded and V as prepared, and the partial outputs."""
         rows = self.query_stages * self.tile_m + self.num_stages * self.tile_n
         stored = float8_box_columns(width) * -(-width // float8_box_columns(width)) * rows
         values = self.num_stages * self.value_bytes(value_width)
         raw = self.prepares * RAW_STAGES * self.raw_bytes(value_width)
         # Per consumer thread: partial outputs as BF16, and two row maxima.
-        kept = 4 * _WARP * self.consumers * (value_width // 2 * 2 + 2 * 4)
+        kept = 4 * WARP * self.consumers * (value_width // 2 * 2 + 2 * 4)
         return stored + raw + values + (kept if self.promotion_interval else 0)
 
     def raw_bytes(self, value_width: int) -> int:
@@ -155,7 +155,7 @@ class KeyTiling:
     query_passes: int = 1
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """K, V, stages of Q and dO, P and dS, stages of lse and delta."""
+        """Bytes of K, V, the stages of Q and dO, P and dS, and the stages of lse and delta."""
         rows = self.tile_n + self.num_stages * self.tile_m
         tiles = ITEM_BYTES * (width + value_width) * rows
         scores = 2 * ITEM_BYTES * self.tile_m * self.tile_n
@@ -164,7 +164,7 @@ class KeyTiling:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return self.warps * _WARP
+        return self.warps * WARP
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -199,16 +199,16 @@ class WarpgroupKeyTiling:
     """Tiles of dS (of P where dQ is not accumulated) in shared memory."""
     accumulates_grad_q: bool = True
     """Whether this kernel accumulates dQ too, staged through shared memory."""
-    threads: int = 3 * 4 * _WARP
+    threads: int = 3 * 4 * WARP
     ordered: bool = False
     """Whether blocks add to dQ in a fixed order (deterministic)."""
 
     def softcapped(self) -> WarpgroupKeyTiling:
-        """The same with softcap derivatives stored beside P: they replace a pipeline stage."""
+        """The same with softcap derivatives stored beside P, in place of a pipeline stage."""
         return self if self.accumulates_grad_q else replace(self, num_stages=2, score_tiles=4)
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """K, V, stages of Q and dO in boxes of 64 columns, P or dS, and dQ."""
+        """Bytes of K, V, the stages of Q and dO in boxes of 64 columns, P or dS, and dQ."""
         columns, value_columns = _boxed(width), _boxed(value_width)
         rows = self.tile_n + self.num_stages * self.tile_m
         tiles = ITEM_BYTES * (columns + value_columns) * rows
@@ -237,10 +237,10 @@ class WarpgroupQueryTiling:
     tile_n: int = 64
     key_stages: int = 2
     value_stages: int = 2
-    threads: int = 3 * 4 * _WARP
+    threads: int = 3 * 4 * WARP
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """Q, dO and the stages of K and V, in boxes of 64 columns."""
+        """Bytes of Q, dO and the stages of K and V, in boxes of 64 columns."""
         columns, value_columns = _boxed(width), _boxed(value_width)
         rows = self.tile_m + self.key_stages * self.tile_n
         value_rows = self.tile_m + self.value_stages * self.tile_n
@@ -268,13 +268,13 @@ class QueryTiling:
     blocks_per_sm: int = 1
 
     def shared_bytes(self, width: int, value_width: int) -> int:
-        """Q, dO, and two stages of K and of V."""
+        """Bytes of Q, dO, and two stages of K and of V."""
         return ITEM_BYTES * (width + value_width) * (self.tile_m + 2 * self.tile_n)
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return self.tile_m // 16 * _WARP
+        return self.tile_m // 16 * WARP
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -298,7 +298,7 @@ FORWARD_TILINGS: dict[int, tuple[ForwardTiling, ...]] = {
     192: (ForwardTiling(128, 1, 64), ForwardTiling(64, 1, 32)),
     256: (ForwardTiling(128, 1, 64), ForwardTiling(128, 1, 32), ForwardTiling(64, 1, 32)),
 }
-# For options that need the row and column of a score, which costs registers.
+# For options that need the row and column of a score in registers.
 REGISTER_LIMITED_FORWARD_TILINGS = FORWARD_TILINGS | {
     64: (ForwardTiling(128, 2, 64, 2),),
     96: (ForwardTiling(128, 2, 32, 2),),
@@ -436,7 +436,7 @@ def first_fit(tilings: Sequence[Tiling], width: int, value_width: int, device: D
     """The first tiling whose blocks_per_sm blocks fit in the shared memory of an SM."""
     for tiling in tilings:
         needed = tiling.shared_bytes(width, value_width)
-        per_sm = tiling.blocks_per_sm * (needed + _RESERVED_BYTES)
+        per_sm = tiling.blocks_per_sm * (needed + RESERVED_BYTES)
         if needed <= device.shared_bytes_per_block and per_sm <= device.shared_bytes_per_sm:
             return tiling
     smallest = min(tiling.shared_bytes(width, value_width) for tiling in tilings)

@@ -39,7 +39,7 @@ class AttentionProblem:
     softcap: bool = False
     alibi: bool = False
     bias: str | None = None
-    """Its dtype."""
+    """Dtype of the bias; None: no bias."""
     mask: bool = False
     sinks: bool = False
     varlen: bool = False
@@ -54,13 +54,13 @@ class AttentionProblem:
     def at_lengths(
         self, seq_len_q: int, seq_len_kv: int, batch: int | None = None
     ) -> AttentionProblem:
-        """A copy with other lengths; runs for every new length, ten times faster than `replace`.
+        """A copy with other lengths, several times faster than with `dataclasses.replace`.
 
-        batch: None: the same.
+        batch: None keeps the batch.
         """
         problem = object.__new__(AttentionProblem)
         fields = problem.__dict__
-        fields.update(self.__dict__)  # including the cached features, which ignore lengths
+        fields.update(self.__dict__)  # cached properties too: they do not depend on lengths
         fields["seq_len_q"], fields["seq_len_kv"] = seq_len_q, seq_len_kv
         if batch is not None:
             fields["batch"] = batch

@@ -95,7 +95,7 @@ def block_sparse_attention(
     check_flag(_OP, "return_lse", return_lse)
     if not runs_kernel(_OP, q, k, v, block_mask, out, *arrays):
         _check(q, k, v, block_mask, size, out, options, arrays)
-        check_overlap(_OP, out, q=q, k=k, v=v, bias=bias)
+        check_overlap(_OP, out, q=q, k=k, v=v, block_mask=block_mask, **arrays._asdict())
         result = reference.block_sparse_attention(
             q, k, v, block_mask, block_size=size, return_lse=return_lse, **_named(options, arrays)
         )
@@ -109,7 +109,7 @@ def block_sparse_attention(
         return flash_attention(
             q, k, v, mask=mask, return_lse=return_lse, out=out, **_named(options, arrays)
         )
-    check_overlap(_OP, out, q=q, k=k, v=v, bias=bias)
+    check_overlap(_OP, out, q=q, k=k, v=v, block_mask=block_mask, **arrays._asdict())
     if out is None:
         out = empty(q, (*q.shape[:-1], v.shape[-1]))
     lse = empty(q, lse_shape(q), np.float32) if return_lse else NULL
@@ -179,11 +179,16 @@ def _prepare(
 
 def _specs(device: Device) -> list[KernelSpec]:
     problems = [
-        AttentionProblem(1, 16384, 16384, 16, 16, head_dim, "bfloat16", causal)
-        for head_dim, causal in ((64, False), (128, False), (128, True))
+        AttentionProblem(1, 16384, 16384, 16, 16, head_dim, dtype, causal)
+        for head_dim, dtype, causal in (
+            (64, "bfloat16", False),
+            (64, "float16", False),
+            (128, "bfloat16", False),
+            (128, "bfloat16", True),
+        )
     ]
     if not covers(problems[0], device):
-        return [plan_flash_attention(problems[0], device).spec()]
+        return [plan_flash_attention(each, device).spec() for each in problems[:2]]
     configs = [plan_flash_attention_sm90(each, device, (128, 128)) for each in problems]
     return [spec for each in configs for spec in (each.spec(), each.plan_spec()) if spec]
 

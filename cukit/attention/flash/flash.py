@@ -15,7 +15,7 @@ from cukit.attention.flash._arguments import (
     check_sequence_ends,
     dense_strides,
     fits_tensor_maps,
-    forward_but_lengths,
+    forward_plan_key,
     lse_shape,
     problem_of,
     refuse_dropout,
@@ -170,7 +170,7 @@ def flash_attention(
     if not runs_kernel(_OP, q, k, v, out, *arrays):
         check_forward(q, k, v, out, options, arrays)
         check_sequence_ends(_OP, q, k, options, arrays)
-        check_overlap(_OP, out, q=q, k=k, v=v, bias=arrays.bias)
+        check_overlap(_OP, out, q=q, k=k, v=v, **arrays._asdict())
         result = reference.flash_attention(
             q, k, v, **options._asdict(), **arrays._asdict(), return_lse=return_lse
         )
@@ -178,7 +178,7 @@ def flash_attention(
             return write_out(out, result)
         return write_out(out, result[0]), result[1]
     launch, out_shape, row_shape = _prepare_forward(q, k, v, out, options, *arrays)
-    check_overlap(_OP, out, q=q, k=k, v=v, bias=arrays.bias)
+    check_overlap(_OP, out, q=q, k=k, v=v, **arrays._asdict())
     if arrays.varlen:
         check_sequence_ends(_OP, q, k, options, arrays)
     if out is None:
@@ -200,7 +200,7 @@ Shape = tuple[int, ...]
 def _planned_forward(
     q: Array, k: Array, v: Array, out: Array | None, options: ScoreOptions, *given: Array | None
 ) -> MappedCall | tuple[FlashAttentionConfig, Kernel]:
-    """Checks a call and plans it, for all lengths that round alike."""
+    """Checks a call and plans it, for all lengths that round to the same values."""
     arrays = ScoreArrays(*given)
     check_forward(q, k, v, out, options, arrays)
     check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
@@ -209,12 +209,12 @@ def _planned_forward(
     if fits_tensor_maps(q, k, v):
         mapped = mapped_forward(problem)
     if mapped is not None:
-        return MappedCall(mapped, q, k, v, options, arrays)
+        return MappedCall(mapped, q, k, options, arrays)
     config = plan_flash_attention(problem, current_device())
     return config, load_kernel(config.spec())
 
 
-@partial(launch_plan, plan=_planned_forward, shorten=forward_but_lengths)
+@partial(launch_plan, plan=_planned_forward, shorten=forward_plan_key)
 def _prepare_forward(
     planned: MappedCall | tuple[FlashAttentionConfig, Kernel],
     q: Array,

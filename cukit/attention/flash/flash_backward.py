@@ -8,15 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.attention.flash._arguments import (
+    GRADIENTS,
     NO_TEACHER,
     PARAMETERS,
+    GradientLayout,
     ScoreArrays,
     ScoreOptions,
-    backward_but_lengths,
+    backward_plan_key,
     check_backward,
     check_kernel_layout,
     check_sequence_ends,
     fits_tensor_maps,
+    gradient_layout,
     problem_of,
     refuse_dropout,
     scales_of,
@@ -43,7 +46,7 @@ from cukit.attention.flash._flash_plan_sm90 import (
     plan_flash_attention_backward_sm90,
 )
 from cukit.attention.flash._problem import AttentionProblem, Window
-from cukit.core.arrays import Array, adopt, empty, runs_kernel
+from cukit.core.arrays import Array, adopt, adopt_arrays, empty, namespace, runs_kernel
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import (
     NULL,
@@ -51,11 +54,14 @@ from cukit.core.kernel import (
     Launch,
     Launches,
     changed_by_value,
+    int32s,
     launch_plan,
     load_kernel,
 )
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import check_flag
+from cukit.errors import ConfigError
+from cukit.layers.rope import rope_backward
 from cukit.reference import attention as reference
 from cukit.registry import register
 
@@ -86,6 +92,8 @@ def flash_attention_backward(
     scale: float | None = None,
     deterministic: bool = False,
     dropout: float = 0.0,
+    rope: tuple[Array, Array] | None = None,
+    gradients: tuple[Array, Array, Array] | None = None,
 ) -> tuple[Array, ...]:
     """Gradients of :func:`~cukit.attention.flash.flash.flash_attention`.
 
@@ -94,13 +102,12 @@ def flash_attention_backward(
         q: as in the forward.
         k: as in the forward.
         v: as in the forward.
-        out: what the forward returned; strides as for q.
-        lse: what the forward returned, C-contiguous.
-        causal: as in the forward, and so are all options down to `scale`. Slopes, bias and mask
-            are constants: they get no gradient.
+        out: output of the forward; strides as for q.
+        lse: log-sum-exp from the forward, C-contiguous.
+        causal: as in the forward.
         window_size: as in the forward.
         softcap: as in the forward.
-        alibi_slopes: as in the forward.
+        alibi_slopes: as in the forward. Slopes, bias and mask get no gradient.
         sinks: as in the forward.
         bias: as in the forward.
         mask: as in the forward.
@@ -114,19 +121,29 @@ def flash_attention_backward(
             blocks add to grad_q in float32 in the order in which they finish, and its last bits
             vary from run to run. On Hopper, head_dims above 128 are always deterministic.
         dropout: must be 0: attention dropout is not supported.
+        rope: the pair `(cos, sin)` with which :func:`~cukit.layers.rope.rope` has rotated q and k,
+            whole heads by halves. grad_q and grad_k are then the gradients before that rotation.
+            float32 [max_positions, head_dim / 2], or [batch, seq_len, head_dim / 2] for positions
+            other than 0, 1, 2, ... Not with cu_seqlens; q and k need equal lengths.
+        gradients: the triple `(grad_q, grad_k, grad_v)` to write into, such as slices of one array:
+            dtypes and shapes of q, k and v, the heads of a row adjacent, all rows equally spaced.
+            They must not overlap each other or the other arguments.
 
     Returns:
-        `(grad_q, grad_k, grad_v)`, C-contiguous, dtypes and shapes of q, k and v; with sinks a
-        fourth, grad_sinks, like sinks. All but grad_q are always summed in a fixed order.
+        `(grad_q, grad_k, grad_v)`: `gradients`, or C-contiguous arrays with the dtypes and shapes
+        of q, k and v; with sinks a fourth, grad_sinks, like sinks. All but grad_q are always summed
+        in a fixed order.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
+        ConfigError: an option's value; rope with cu_seqlens. The contents of cu_seqlens are checked
+            on the CPU only.
 
     Runs on CuPy's current stream and accumulates in float32. Scratch memory: two float32 per query
     and head; a float32 copy of grad_q (on Hopper for head_dims up to 128, on other GPUs unless
     deterministic); and, where there are too few KV heads to fill the GPU, several float32 copies of
-    grad_k and grad_v.
+    grad_k and grad_v. On Hopper, the kernels apply `rope` to heads of 64 and 128 columns; otherwise
+    another launch rotates grad_q and grad_k in place.
     Paper: Dao, FlashAttention-2, arXiv:2307.08691.
 
     >>> import numpy as np, cukit as ck
@@ -146,20 +163,37 @@ def flash_attention_backward(
     options = score_options(_OP, causal, window_size, softcap, scale, max_seqlen_q, max_seqlen_kv)
     refuse_dropout(_OP, dropout)
     check_flag(_OP, "deterministic", deterministic)
-    if not runs_kernel(_OP, grad_out, q, k, v, out, lse, *arrays):
+    tables = _members("rope", rope, 2)
+    targets = _members("gradients", gradients, 3)
+    on_gpu = runs_kernel(_OP, grad_out, q, k, v, out, lse, *arrays, *tables, *targets)
+    if tables or targets or not on_gpu:
         check_backward(grad_out, q, k, v, out, lse, options, arrays)
+    layout = None
+    if tables or targets:
+        inputs = {"grad_out": grad_out, "out": out, "lse": lse, **arrays._asdict()}
+        layout = gradient_layout(_OP, (q, k, v), targets, tables, inputs)
+        if on_gpu:
+            check_kernel_layout(_OP, **dict(zip(GRADIENTS, targets, strict=False)))
+    if not on_gpu:
         check_sequence_ends(_OP, q, k, options, arrays)
         settings = {**options._asdict(), **arrays._asdict()}
-        return reference.flash_attention_backward(
+        results = reference.flash_attention_backward(
             grad_out, q, k, v, out, lse, deterministic=deterministic, **settings
         )
-    steps = _prepare_backward(grad_out, q, k, v, out, lse, options, bool(deterministic), *arrays)
+        results = tuple(map(np.ascontiguousarray, results))
+        for target, result in zip(targets, results, strict=False):
+            target[...] = result
+        results = (*targets, *results[len(targets) :])
+        return (*_turn_back(results[0], results[1], tables), *results[2:])
+    steps = _prepare_backward(
+        grad_out, q, k, v, out, lse, options, bool(deterministic), layout, *arrays
+    )
     if arrays.varlen:
         check_sequence_ends(_OP, q, k, options, arrays)
     ends_q = arrays.cu_seqlens_q
     statistics = empty(q, (2, *steps.scratch_rows), np.float32)
     lse_log2, delta = statistics[0], statistics[1]
-    grad_q, grad_k, grad_v = (empty(x, x.shape) for x in (q, k, v))
+    grad_q, grad_k, grad_v = targets or (empty(x, x.shape) for x in (q, k, v))
     total: Any = NULL
     if steps.accumulates_grad_q:
         total = empty(q, (*steps.scratch_rows, steps.width), np.float32)
@@ -170,19 +204,45 @@ def flash_attention_backward(
 
     steps.prepare(out, grad_out, lse, lse_log2, delta, total, counters, ends_q)
     scratch = (total, counters) if steps.counters else (total,)
-    steps.keys(q, k, v, grad_out, lse_log2, delta, *scratch, *sums, *arrays)
+    kernel_tables = tables if steps.rotates else ()
+    steps.keys(q, k, v, grad_out, lse_log2, delta, *scratch, *sums, *arrays, *kernel_tables)
     if steps.sums is not None:
         for add, partial, gradient in zip(steps.sums, sums, (grad_k, grad_v), strict=True):
             add(partial, gradient)
     if steps.accumulates_grad_q:
-        steps.queries(total, counters, grad_q, ends_q)
+        steps.queries(total, counters, grad_q, ends_q, *kernel_tables)
     else:
         steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *arrays)
+    if not steps.rotates:
+        grad_q, grad_k = _turn_back(grad_q, grad_k, tables)
     if steps.sinks is None:
         return grad_q, grad_k, grad_v
     grad_sinks = empty(q, arrays.sinks.shape, np.float32)  # type: ignore[union-attr]
     steps.sinks(lse_log2, delta, arrays.sinks, grad_sinks)
     return grad_q, grad_k, grad_v, grad_sinks
+
+
+def _members(name: str, arrays: Any, count: int) -> tuple[Array, ...]:
+    """The members of an optional tuple of `count` arrays; empty for None."""
+    if arrays is None:
+        return ()
+    members = tuple(adopt_arrays(_OP, name, arrays))
+    if len(members) != count:
+        raise ConfigError(f"{_OP}: {name} must have {count} arrays, got {len(members)}")
+    return members
+
+
+def _turn_back(grad_q: Array, grad_k: Array, tables: tuple[Array, ...]) -> tuple[Array, Array]:
+    """Rotates grad_q and grad_k in place by the opposite angles, if there are tables."""
+    if not tables:
+        return grad_q, grad_k
+    cos, sin = tables
+    positions = None
+    if cos.ndim == 3:
+        batch, seq_len, half = cos.shape
+        cos, sin = cos.reshape(-1, half), sin.reshape(-1, half)
+        positions = namespace(cos).arange(batch * seq_len, dtype=np.int32).reshape(batch, seq_len)
+    return rope_backward(grad_q, grad_k, cos, sin, positions, inplace=True)
 
 
 class _BackwardSteps(NamedTuple):
@@ -200,6 +260,8 @@ class _BackwardSteps(NamedTuple):
     """FlashAttentionBackwardConfig.counters."""
     width: int
     splits: int
+    rotates: bool
+    """Whether `keys` and `queries` take the tables of rope."""
 
 
 class _BackwardKernels(NamedTuple):
@@ -228,22 +290,26 @@ def _planned_backward(
     lse: Array,
     options: ScoreOptions,
     deterministic: bool,
+    layout: GradientLayout | None,
     *given: Array | None,
 ) -> _BackwardKernels:
-    """Checks a call and loads its kernels, for all lengths that round alike."""
+    """Checks a call and loads its kernels, for all lengths that round to the same values."""
     arrays = ScoreArrays(*given)
     check_backward(grad_out, q, k, v, out, lse, options, arrays)
     check_kernel_layout(_OP, grad_out=grad_out, q=q, k=k, v=v, out=out)
     problem = problem_of(q, k, v, options, arrays, rounded=True)
+    layout = layout or GradientLayout.contiguous(problem)
     device = current_device()
     config: FlashAttentionBackwardConfig
     keys: Launches | MappedKernels
     queries: KernelSpec | None
     if fits_tensor_maps(q, k, v, grad_out) and covers(problem, device):
         config = plan_flash_attention_backward_sm90(problem, deterministic, device)
+        rotates = config.rotates and layout.own_tables is not None
         shape = score_shape(q, k, options, arrays)
-        keys = MappedKernels(config, q, options, score_settings(q, options, arrays, shape))
-        queries = config.finish_spec() if config.accumulates_grad_q else None
+        settings = score_settings(q, options, arrays, shape)
+        keys = MappedKernels(config, q, options, settings, layout=layout)
+        queries = config.finish_spec(rotates) if config.accumulates_grad_q else None
     else:
         config = plan_flash_attention_backward(problem, deterministic, device)
         keys = Launches(load_kernel(config.keys_spec()))
@@ -254,13 +320,19 @@ def _planned_backward(
         "seq_q": 0,
         "rows_per_head": 0,
     }
-    nowhere = 0, 0, 0
+    no_strides = 0, 0, 0
     return _BackwardKernels(
         config,
         _ROWS.pack(
-            **rows_of, out=nowhere, grad_out=nowhere, total_q=0, value_dim=problem.head_dim_v
+            **rows_of, out=no_strides, grad_out=no_strides, total_q=0, value_dim=problem.head_dim_v
         ),
-        _QUERY_SUM.pack(**rows_of, head_dim=problem.head_dim, scale=scales_of(q, options)[0]),
+        _QUERY_SUM.pack(
+            **rows_of,
+            head_dim=problem.head_dim,
+            grad_q_row=layout.q,
+            table_rows=0,
+            scale=scales_of(q, options)[0],
+        ),
         Launches(load_kernel(config.prepare_spec())),
         keys,
         launches_of(config.sum_spec() if config.splits > 1 else None),
@@ -269,7 +341,7 @@ def _planned_backward(
     )
 
 
-@partial(launch_plan, plan=_planned_backward, shorten=backward_but_lengths)
+@partial(launch_plan, plan=_planned_backward, shorten=backward_plan_key)
 def _prepare_backward(
     kernels: _BackwardKernels,
     grad_out: Array,
@@ -280,12 +352,14 @@ def _prepare_backward(
     lse: Array,
     options: ScoreOptions,
     deterministic: bool,
+    layout: GradientLayout | None,
     *given: Array | None,
 ) -> _BackwardSteps:
     arrays = ScoreArrays(*given)
     shape = score_shape(q, k, options, arrays)
     config = kernels.config.at_lengths(*shape[2:])
     problem = config.problem
+    layout = layout or GradientLayout.contiguous(problem)
     total_q = q.shape[0] if problem.varlen else 0
     rows = config.scratch_rows(total_q)
     splits = config.splits
@@ -321,11 +395,15 @@ def _prepare_backward(
             "scale_log2": factor_log2,
             "settings": score_settings(q, options, arrays, shape),
         }
+        key_row, value_row = layout.key_rows(problem, splits)
         work = _STRUCTS["MappedKeyParameters"].pack(
             **common,
             heads=problem.num_heads_kv * splits,
             group=problem.group // splits,
             splits=splits,
+            grad_k_row=key_row,
+            grad_v_row=value_row,
+            table_rows=0,
             section=config.key_raster_group,
             **NO_TEACHER,
         )
@@ -338,17 +416,23 @@ def _prepare_backward(
                 **common,
                 heads_q=problem.num_heads_q,
                 group=problem.group,
+                grad_q_row=layout.q,
                 section=config.query_raster_group,
                 **NO_TEACHER,
             )
             queries = kernels.queries((config.query_blocks,), (parameters,))
     if queries is None:
         assert kernels.queries is not None
+        if layout.own_tables:
+            lengths["table_rows"] = problem.seq_len_q
         summed = changed_by_value(_QUERY_SUM, kernels.summed, lengths)
         queries = kernels.queries((config.finish_blocks(total_q),), (summed,))
     sums = None
     if kernels.sums is not None:
-        sums = sum_launch(kernels.sums, config, k), sum_launch(kernels.sums, config, v)
+        sums = (
+            sum_launch(kernels.sums, config, k, layout.k),
+            sum_launch(kernels.sums, config, v, layout.v),
+        )
     sinks = None
     if kernels.sinks is not None:
         parts = np.int32(rows[0] // problem.num_heads_q)
@@ -357,14 +441,21 @@ def _prepare_backward(
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
         *(config.accumulates_grad_q, rows, config.counters(total_q), config.width, splits),
+        config.rotates and layout.own_tables is not None,
     )
 
 
-def sum_launch(launches: Launches, config: FlashAttentionBackwardConfig, x: Array) -> Launch:
-    """The launch that reduces the splits of the gradient of k or v."""
-    rows, head_dim = x.size // x.shape[-1], x.shape[-1]
-    scalars = (np.int64(rows), np.int32(config.splits), np.int32(head_dim))
-    return launches((config.sum_blocks(rows, head_dim),), scalars)
+def sum_launch(
+    launches: Launches, config: FlashAttentionBackwardConfig, x: Array, row_stride: int
+) -> Launch:
+    """The launch that reduces the splits of the gradient of k or v.
+
+    row_stride: elements from one row of the gradient to the next.
+    """
+    *_, heads, head_dim = x.shape
+    rows = x.size // (heads * head_dim)
+    scalars = np.int64(rows), *int32s(heads, config.splits, head_dim, row_stride)
+    return launches((config.sum_blocks(rows * heads, head_dim),), scalars)
 
 
 def _backward_specs(device: Device) -> list[KernelSpec]:

@@ -1,1 +1,1 @@
-"""Attention over paged KV caches, and writes to them; cascades; latent attention."""
+"""Attention over paged KV caches, with cascade and latent attention, and writes to the caches."""

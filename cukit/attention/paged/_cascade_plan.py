@@ -40,8 +40,10 @@ def plan_cascade(
 ) -> tuple[Pass, ...]:
     """The passes over shared keys; none where plain paged attention is as fast.
 
-    A prefix that does not pay is merged into the next one. prefixes: shortest first. problem: with
-    the batch and seq_len_q of the call. item_bytes: element size of the cache.
+    A prefix that saves too little time is merged into the next one.
+
+    prefixes: shortest first. problem: with the batch and seq_len_q of the call. item_bytes: element
+    size of the cache.
     """
 
     def passes() -> Iterator[Pass]:
@@ -58,7 +60,7 @@ def plan_cascade(
 def _gain(own: Pass, problem: AttentionProblem, item_bytes: int, device: Device) -> float:
     """Nanoseconds saved by reading the keys once."""
     columns = problem.head_dim + problem.head_dim_v
-    bytes_a_key = problem.batch * problem.num_heads_kv * columns * item_bytes
+    bytes_per_key = problem.batch * problem.num_heads_kv * columns * item_bytes
     stacked = replace(
         problem,
         batch=problem.batch // own.requests,
@@ -69,4 +71,4 @@ def _gain(own: Pass, problem: AttentionProblem, item_bytes: int, device: Device)
     shared = decode_time(stacked)
     if item_bytes > 1 and covers(stacked, device):
         shared = min(shared, prefill_time(stacked, device))
-    return (own.end - own.begin) * (bytes_a_key / _FLAT_RATE - shared * columns / 256)
+    return (own.end - own.begin) * (bytes_per_key / _FLAT_RATE - shared * columns / 256)

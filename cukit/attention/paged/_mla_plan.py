@@ -21,12 +21,12 @@ _MERGE_THREADS = 128
 _MAX_TEAM = 4
 _CLUSTER = 2
 _STAGES = 2
-_EARLY = 2
+_EARLY = 2  # sections of a page's scores issued before P V of the other consumer's page
 _PRODUCER_REGISTERS = 56
 _CODED_THREADS = 512
 _CODED_ROWS = (16, 32, 64)
 _SCORE_REGISTERS = 136  # per thread that computes scores of FP8 latents
-_SLOT_BYTES = 16 * CODE_BYTES
+_SLOT_BYTES = 16 * CODE_BYTES  # a quarter of a page
 _SLOT_BUDGET = 232448 - 5 * 1024  # shared memory without the static part
 _MERGE_BLOCKS_PER_SM = 4
 
@@ -40,7 +40,7 @@ class MlaConfig:
     cluster: thread blocks of a team that load each page with TMA multicast, 1 or 2.
     num_blocks: grid size, one block per SM.
     coded: whether the cache holds FP8 latents.
-    rows: rows of a tile that are computed: with FP8 latents fewer than 64 if a request has fewer.
+    rows: rows of a tile that are computed: 64; with FP8 latents 16 or 32 if a request has no more.
     prefetch: pages prefetched to L2 ahead of the pipeline, 0 or 1.
     """
 
@@ -116,9 +116,10 @@ class MlaConfig:
         return 2 * self.num_blocks * TILE_ROWS * (LATENT_DIM + 2)
 
     def units_per_merge_block(self, batch: int) -> int:
-        """Units per block of the merge kernel: a power of two, smaller for small batches."""
-        units, most = self.rows, _MERGE_BLOCKS_PER_SM * self.num_blocks
-        while units > 1 and batch * self.row_tiles * self.rows // units < most:
+        """Units (mla_merge.cu) per block of the merge kernel: a power of two, smaller for small
+        batches."""
+        units, enough_blocks = self.rows, _MERGE_BLOCKS_PER_SM * self.num_blocks
+        while units > 1 and batch * self.row_tiles * self.rows // units < enough_blocks:
             units //= 2
         return units
 
@@ -133,8 +134,8 @@ def plan_mla_attention(
     coded: bool = False,
     causal: bool = True,
 ) -> MlaConfig:
-    """The configuration of a call: one thread block per SM, in the largest teams that divide the
-    tiles of a request and leave the fewest SMs idle."""
+    """The configuration of a call: one thread block per SM, in teams whose size divides the tiles
+    of a request: the size that leaves the fewest SMs idle; of equal ones, the largest."""
     row_tiles = -(-heads * seq_len_q // TILE_ROWS)
     sizes = [size for size in range(1, _MAX_TEAM + 1) if row_tiles % size == 0]
     team = min(sizes, key=lambda size: (device.num_sms % size, -size))

@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from cukit.attention.flash._arguments import (
     ScoreOptions,
-    but_length,
     check_kernel_layout,
+    without_length,
 )
 from cukit.attention.flash._problem import Window
-from cukit.attention.paged.cache_arrays import RecentKV, check_code_layout
+from cukit.attention.paged.cache_arrays import RecentKV, check_code_layout, check_equal_strides
 from cukit.core.arrays import (
     FLOAT_DTYPES,
     Array,
@@ -32,7 +32,7 @@ from cukit.core.arrays import (
 )
 from cukit.core.counters import current_stream, is_captured
 from cukit.core.scalars import check_flag
-from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import paged_attention as reference
 
 _OP = "paged_attention"
@@ -98,7 +98,7 @@ class PagedScratch:
         self._captures = False
 
     def begin(self, like: Array) -> None:
-        """Notes whether the following launches are captured into a graph."""
+        """Records whether the following launches are captured into a graph."""
         self._captures = is_captured(like)
 
     def take(
@@ -122,16 +122,16 @@ class PagedScratch:
         return found
 
     def release(self, like: Array, *names: str) -> bool:
-        """Frees these arrays, except those whose addresses are in graphs. Returns whether there
-        were any."""
+        """Frees these arrays, except those whose addresses are in graphs. Returns whether any array
+        was freed."""
         free = [name for name in names if name in self._arrays and name not in self._captured]
         for name in free:
             self._drop(like, name)
         return bool(free)
 
     def _drop(self, like: Array, name: str) -> None:
-        """Forgets an array, and frees it if all launches that use it precede, on its stream, those
-        that may get its memory next."""
+        """Removes an array. It is freed in stream order if it was allocated on the current stream
+        and no graph has its address, otherwise with this object."""
         found = self._arrays.pop(name, None)
         if found is None:
             return
@@ -141,7 +141,7 @@ class PagedScratch:
 
 
 COPIES = "keys", "values", "table"
-"""Scratch arrays of steps that copy keys and values: the large ones."""
+"""Scratch arrays that hold copies of keys and values: the largest ones."""
 
 
 def take(
@@ -160,9 +160,8 @@ def take(
 
 
 def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
-    """Checks everything except the contents of the arrays."""
+    """Checks everything that the reference requires, except the contents of the arrays."""
     q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *_ = arrays
-    zeros = arrays.k_zeros, arrays.v_zeros
     options.check(_OP)
     ndim = 4 if ends is None else 3
     check_array(_OP, "q", q, dtypes=FLOAT_DTYPES, ndim=ndim, contiguous=False)
@@ -188,12 +187,12 @@ def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None
         if scales is not None:
             dtype = float16 if codes == "int4" else float32
             check_array(_OP, name, scales, dtypes=(dtype,), ndim=4, contiguous=False)
-    for name, scales, points in (("k", k_scales, zeros[0]), ("v", v_scales, zeros[1])):
-        if points is not None and scales is not None and points.strides != scales.strides:
-            raise ArrayLayoutError(
-                f"{_OP}: scales and zero points of {name}_cache must have the same strides, got "
-                f"{scales.strides} and {points.strides}"
-            )
+    for name, scales, zeros in (
+        ("k_cache", k_scales, arrays.k_zeros),
+        ("v_cache", v_scales, arrays.v_zeros),
+    ):
+        if zeros is not None and scales is not None:
+            check_equal_strides(_OP, name, scales, zeros)
     _, block_size, heads_kv, _ = k_cache.shape
     if not heads_kv or not heads_q or heads_q % heads_kv:
         raise ArrayShapeError(
@@ -221,9 +220,9 @@ def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
 
 
-def paged_but_requests(key: tuple[Any, ...]) -> Hashable:
-    """The key of a call's checks and of what they determine, without the numbers of requests,
-    queries and table columns, which change from step to step.
+def paged_plan_key(key: tuple[Any, ...]) -> Hashable:
+    """`key` of a call without the numbers of requests, queries and table columns, which change from
+    step to step.
 
     key: the device, the element format of the cache, ScoreOptions, batch_invariant, PagedArrays.
     """
@@ -233,7 +232,7 @@ def paged_but_requests(key: tuple[Any, ...]) -> Hashable:
         return key
     batch = q[0][0] if ends is None else math.prod(ends[0]) - 1
     lists = (lengths, batch), (ends, batch + 1), (given.rings, batch), (given.packed_lens, batch)
-    short = but_requests(batch, q, given.out, table, *lists)
+    short = step_key(batch, q, given.out, table, *lists)
     if short is None:
         return key
     caches = given.k_cache, given.v_cache, given.k_scales, given.v_scales
@@ -241,20 +240,20 @@ def paged_but_requests(key: tuple[Any, ...]) -> Hashable:
     return settings, short, caches, others
 
 
-def but_requests(
+def step_key(
     batch: int,
     q: Described,
     out: Described | None,
     table: Described,
     *lists: tuple[Described | None, int],
 ) -> Hashable | None:
-    """The key of a step's described arrays without the numbers of requests, queries and table
-    columns. None where those may decide whether the call passes the checks.
+    """The key of the described arrays of a step without the numbers of requests, queries and table
+    columns. None where these numbers may decide whether the call passes the checks.
 
-    lists: arrays of one axis, and the entries that they must have.
+    lists: arrays of one axis, each with the number of entries that it must have.
     """
     rows = q[0][-3:-2]
-    queries = [but_length(each, rows) for each in (q, out) if each is not None]
+    queries = [without_length(each, rows) for each in (q, out) if each is not None]
     if None in queries or (out is not None and out[0][:-2] != q[0][:-2]):
         return None
     if batch < 1 or len(table[0]) != 2 or table[0][0] != batch:
@@ -265,12 +264,12 @@ def but_requests(
     return (
         len(q[0]),
         *[each and each[1:] for each in queries],  # without the batch
-        _but_entries(table),
-        *[None if each is None else _but_entries(each) for each, _ in lists],
+        _without_extents(table),
+        *[None if each is None else _without_extents(each) for each, _ in lists],
     )
 
 
-def _but_entries(array: Described) -> tuple[Any, ...]:
+def _without_extents(array: Described) -> tuple[Any, ...]:
     shape, strides, dtype, misalignment, place = array
     return strides[-1] if shape[-1] > 1 else dtype.itemsize, dtype, misalignment, place
 
@@ -294,7 +293,10 @@ def is_checked(op: str, checked: bool | None) -> bool:
 
 
 def check_contents(op: str, arrays: PagedArrays, options: ScoreOptions, *, checked: bool) -> None:
-    """Checks the contents of cu_seqlens_q, seq_lens, the block table and the ring buffers."""
+    """Checks the contents of cu_seqlens_q, seq_lens, the block table and the ring buffers.
+
+    GPU arrays are checked only if `checked`, which synchronises.
+    """
     seq_lens, ends = arrays.seq_lens, arrays.cu_seqlens_q
     seq_q: int | Array = arrays.q.shape[1]
     if is_gpu_array(seq_lens) and not checked:

@@ -1,9 +1,9 @@
-"""Prefill over a paged cache through a copy of its keys and values.
+"""Prefill over a copy of a paged cache's keys and values.
 
-The Hopper forward loads blocks of 16-bit elements by TMA, with boxes of at most a block, of which
-small ones take longer. Blocks that are not a multiple of 8 keys it loads row by row, and it has no
-products of quantised keys. A copy in 16 bits and blocks of one tile reads the keys once more, which
-costs less with many queries.
+The Hopper forward loads cache blocks of 16-bit elements by TMA. A TMA box holds at most one block,
+so small blocks take longer; blocks that are not a multiple of 8 keys are loaded row by row, and
+quantised keys are not supported. Copying the keys to 16-bit blocks of one tile reads them once
+more, but is faster if there are many queries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cukit.attention.paged._paged_prefill import (
     PreparedForward,
     PreparedPrefill,
     problem_of_pages,
-    serves,
+    uses_forward,
 )
 from cukit.attention.paged._paged_prefill_plan import (
     GatherConfig,
@@ -39,6 +39,7 @@ _SCRATCH_BYTES = 1 << 30
 _SMALL_BYTES = 256 << 20
 """Upper bound of a copy that saves little: with boxes of 16 rows, at most 7 % of the time."""
 _MUCH_SLOWER = 1.2
+"""PagedForwardConfig.slowdown from which _SMALL_BYTES does not apply."""
 _MAX_REQUESTS = 1 << 16
 """Requests per part."""
 
@@ -53,18 +54,18 @@ def prepare_prefill(
     mapped: bool,
     batch_invariant: bool,
 ) -> tuple[PreparedForward | None, int]:
-    """The launches of a call on the Hopper forward, or None, and the largest number of queries of
-    the requests that are left for the decode kernel.
+    """The launches of a call on the Hopper forward, or None, and the number of queries up to which
+    requests run on the decode kernel.
 
-    problem: of problem_of_pages. forward: returns the forward over the caches. mapped: whether TMA
-    can read the queries.
+    problem: from problem_of_pages. forward: returns the forward over the caches. mapped: whether
+    TMA can read the queries.
     """
-    if not serves(problem, codes, mapped=mapped, batch_invariant=batch_invariant):
+    if not uses_forward(problem, codes, mapped=mapped, batch_invariant=batch_invariant):
         return None, ANY_QUERIES
     max_queries = 0 if batch_invariant else short_queries(problem)
     device = current_device()
     block_size = arrays.k_cache.shape[1]
-    if not codes:  # the forward has no products of quantised keys
+    if not codes:  # the forward does not read quantised keys
         direct = forward()
         slowdown = direct.config.slowdown
         copied = prefers_gather(problem, slowdown, device, batch_invariant=batch_invariant)
@@ -83,7 +84,7 @@ def prepare_prefill(
 
 
 class _Copy:
-    """The keys and values of consecutive requests, copied and then attended to."""
+    """A copy of the keys and values of consecutive requests, and the forward over it."""
 
     __slots__ = ("_attend", "_gather", "_keys", "_options", "_shapes")
 
@@ -123,7 +124,7 @@ class _Copy:
         self._attend: PreparedPrefill | None = None  # planned with the first copy
 
     def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
-        """Takes the memory of the copy and of the forward."""
+        """Takes the memory of the copy and of the forward from `scratch`."""
         copied = self._copied(arrays, *self._blocks(arrays.q, scratch))
         self._forward(copied).reserve(copied, scratch)
 
@@ -188,7 +189,7 @@ class PreparedGather(PreparedForward):
             self._copies.append((requests, planned[part.batch]))
 
     def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
-        """Takes the memory of the copies, which share it."""
+        """Takes the memory of the copies, which share it, from `scratch`."""
         for requests, copy in self._copies:
             copy.reserve(_part(arrays, requests), scratch)
 
@@ -213,7 +214,7 @@ def _bytes_of_request(arrays: PagedArrays, problem: AttentionProblem) -> int:
 
 
 def _part(arrays: PagedArrays, requests: slice) -> PagedArrays:
-    """The call for some of its requests. Packed queries and outputs stay as they are."""
+    """The arrays of some of the requests. Packed queries and outputs stay as they are."""
     ends = arrays.cu_seqlens_q
     fields: tuple[str, ...] = ("block_table", "seq_lens", "rings", "packed_lens")
     if ends is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cukit.attention.flash._flash_tilings import RESERVED_BYTES
 from cukit.attention.paged.cache_arrays import CODES
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
@@ -32,13 +33,11 @@ _CLUSTER = 16
 """Thread blocks of a cluster: twice the portable size. Eight clusters of 16 are resident at once on
 an H200 only with two thread blocks per SM."""
 _CLUSTER_SHARE = 0.8
-"""Minimum share of the SMs that clusters must fill: a long request would suffer from idle SMs."""
+"""Minimum share of the SMs that clusters must fill: idle SMs would delay a long request."""
 _MANY_PROBLEMS = 6
 """Problems per SM from which thread blocks of one warp are used: most process whole problems."""
 _ONE_WARP_GROUP = 64
 """Keys per int4 group with which thread blocks of one warp were measured."""
-_SYSTEM_BYTES = 1024
-"""Shared memory that the driver reserves per block."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,7 @@ class PagedConfig:
     def slots(
         self, batch: int, problems: int, max_keys: int, recent_rows: int = 0
     ) -> tuple[int, int]:
-        """Upper bounds of partial results and counters. recent_rows: those of max_keys."""
+        """Upper bounds of partial results and counters. recent_rows: included in max_keys."""
         if not self.unit_tiles:
             return 2 * self.num_blocks, self.num_blocks
         recent_tiles = -(-recent_rows // (_RECENT_STEP * self.warps))
@@ -189,7 +188,7 @@ def plan_paged_attention(
 
     rows: query rows per KV head: group size times queries per request. group_rows: keys of int4
     that share scales, which make one step. recent: int4 with recent keys. packed: packed queries;
-    `rows` is then what one tile should hold, as far as it can. batch: requests; 0 if unknown.
+    one tile then holds `rows` rows, or as many as it can. batch: requests; 0 if unknown.
     """
     narrowest = codes == "int4"
     widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS
@@ -201,7 +200,7 @@ def plan_paged_attention(
     query_tiles = min(max_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
     three = codes and not narrowest and query_tiles < (2 if packed else 4)
     row_tiles = -(-rows // (_QUERY_TILE * query_tiles))
-    # What depends on the number of problems was measured on sm_90 only.
+    # Choices that depend on the number of problems were measured on sm_90 only.
     known = device.arch == "sm_90" and not (packed or batch_invariant)
     problems = batch * heads_kv * row_tiles if known else 0
     many = problems >= _MANY_PROBLEMS * device.num_sms
@@ -218,14 +217,14 @@ def plan_paged_attention(
     stage_bytes = _stage_bytes(width, codes, step, recent=recent)
     places = _RECENT_STEP if narrowest else step
     warps = 2 * _MAX_WARPS if one_block and width == 128 else _MAX_WARPS
-    static_bytes = _SYSTEM_BYTES + 64 + _static_bytes(query_tiles, places, warps)
+    static_bytes = RESERVED_BYTES + 64 + _static_bytes(query_tiles, places, warps)
     room = device.shared_bytes_per_sm // blocks - static_bytes
-    room = min(room, device.shared_bytes_per_block - static_bytes + _SYSTEM_BYTES)
+    room = min(room, device.shared_bytes_per_block - static_bytes + RESERVED_BYTES)
     room -= _query_bytes(width, query_tiles, recent=recent)
     room -= _cluster_bytes(width, query_tiles, cluster)
     while 2 * warps * stage_bytes > room:
         warps //= 2
-    # The largest team among those that leave the fewest thread blocks idle.
+    # The largest team among those that leave the fewest thread blocks idle, in steps of 2 %.
     num_blocks = blocks * device.num_sms
     sizes = [size for size in range(1, _MAX_TEAM + 1) if heads_kv % size == 0]
     sizes = [1] if cluster > 1 else sizes

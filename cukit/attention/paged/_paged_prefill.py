@@ -45,7 +45,7 @@ from cukit.core.tensor_map import TensorMapCache
 
 
 def problem_of_pages(arrays: PagedArrays, codes: str, options: ScoreOptions) -> AttentionProblem:
-    """The attention problem of a call; the host does not know its number of keys."""
+    """The attention problem of a call, with a seq_len_kv of 1: the host does not read seq_lens."""
     q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
     head_dim, value_dim = q.shape[-1], v_cache.shape[-1] * (2 if codes == "int4" else 1)
     causal, window = options.visible
@@ -57,7 +57,9 @@ def problem_of_pages(arrays: PagedArrays, codes: str, options: ScoreOptions) -> 
     )  # fmt: skip
 
 
-def serves(problem: AttentionProblem, codes: str, *, mapped: bool, batch_invariant: bool) -> bool:
+def uses_forward(
+    problem: AttentionProblem, codes: str, *, mapped: bool, batch_invariant: bool
+) -> bool:
     """Whether a call runs on the Hopper forward. mapped: whether TMA can read the queries."""
     device = current_device()
     if not mapped:
@@ -118,12 +120,12 @@ _KEYS, _FORWARD = _STRUCTS["PagedKeys"], _STRUCTS["MappedForwardParameters"]
 
 
 class PagedForward:
-    """The forward over caches of one description, for any numbers of requests and queries."""
+    """The Hopper forward over caches of one layout, for any number of requests and queries."""
 
     def __init__(
         self, problem: AttentionProblem, options: ScoreOptions, arrays: PagedArrays
     ) -> None:
-        """problem: its lengths and batch do not matter, as those of the arrays."""
+        """problem, arrays: of any lengths and batch."""
         q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
         block_size, mapped = k_cache.shape[1], fits_tensor_maps(k_cache, v_cache)
         problem = problem.at_lengths(1, 1, 1)
@@ -162,7 +164,7 @@ class PagedForward:
 
     @cached_property
     def kernels(self) -> _Kernels:
-        """Loaded when the first call is prepared, not if all calls read a copy."""
+        """Loaded by the first call that reads the cache itself, not for calls that read a copy."""
         kernels: _Kernels = _loaded(self.config)
         return kernels
 
@@ -186,7 +188,7 @@ class PreparedPrefill(PreparedForward):
         min_queries: int = 1,
     ) -> None:
         """max_keys: bound of the lengths; None: the capacity of the block table. min_queries:
-        requests with fewer are left out."""
+        requests with fewer are skipped."""
         q, _, v_cache, _, _, block_table, _, _, out, cu_seqlens_q, *_ = arrays
         *_, block_size, _, value_dim = v_cache.shape
         kernels = forward.kernels

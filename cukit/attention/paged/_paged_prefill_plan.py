@@ -24,7 +24,7 @@ _DECODE_ROWS = 32  # query rows per tile of the decode kernel
 # Nanoseconds per key of 128 columns, measured on an H200.
 _DECODE_TILE = 0.13  # per row tile, on the whole GPU: 512 bytes at 4 TB/s
 _PREFILL_TILE = 14.5  # per query tile, on one of 132 SMs: 65536 FLOP at 600 TFLOP/s
-# Time of the forward, in units of its time over blocks of whole tiles: row by row, and
+# Time of the forward relative to cache blocks of whole tiles: row by row, and
 # 1 + (constant / rows)^2 with boxes of 8, 16, 32 or 64 rows.
 _ROW_BY_ROW = 2.1
 _BOXES = 4.1
@@ -35,7 +35,7 @@ _MIXED_QUERIES = 256  # on average
 _SHORT_ROWS = 16  # query rows per KV head that the decode kernel then handles
 _GATHER_RATE = 4200.0  # bytes per nanosecond, read and written
 _GATHER_LAUNCH = 4000.0  # nanoseconds
-# Decode kernel with full tiles: time on a quantised cache, in units of its time on 16 bits.
+# Time of the decode kernel with full tiles on a quantised cache, relative to 16 bits.
 _DECODE_CODES = {"": 1.0, "float8_e4m3": 0.66, "int8": 0.88, "int4": 1.7}
 _FORMATS = {"float8_e4m3": "E4M3", "int8": "INT8", "int4": "INT4"}
 _CODE_BYTES = {"": 2.0, "float8_e4m3": 1.0, "int8": 1.0, "int4": 0.5}
@@ -52,14 +52,14 @@ class PagedForwardConfig(WarpgroupForwardConfig):
 
     @property
     def slowdown(self) -> float:
-        """Estimated time, in units of that over cache blocks of whole tiles."""
+        """Estimated time relative to cache blocks of whole tiles."""
         if not self.page_rows:
             return _ROW_BY_ROW
         constant = _BOXES if self.tiling.consumers == 2 else _NARROW_BOXES
         return 1.0 + (constant / self.page_rows) ** 2
 
     def grid(self, rows: int, batch: int) -> int:
-        """Grid size for `rows` queries of all requests; a counter assigns the tiles."""
+        """Grid size for `rows` queries of all requests; tiles are assigned by a counter."""
         tiles = rows // self.tiling.tile_m + batch
         return min(self.problem.num_heads_q * tiles, self.num_sms)
 
@@ -99,7 +99,7 @@ def plan_paged_prefill(
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """The copy of a cache's keys and values that the forward reads.
+    """The configuration of the copy of keys and values that the forward reads.
 
     codes: element format of the cache; "" if it is that of the queries. group: keys of int4 that
     share a channel's scale. recent: whether the newest keys are in ring buffers. block: keys per
@@ -134,7 +134,7 @@ class GatherConfig:
 def plan_gather(
     problem: AttentionProblem, codes: str, group: int, device: Device, *, recent: bool = False
 ) -> GatherConfig:
-    """The copy for a problem that class sm90 covers."""
+    """The configuration of the copy for a problem that class sm90 covers."""
     tile = plan_paged_prefill(problem, _SWIZZLE_ROWS, True, device).tiling.tile_n
     return GatherConfig(problem, codes, group, recent, tile)
 
@@ -142,17 +142,18 @@ def plan_gather(
 def prefers_gather(
     problem: AttentionProblem, slowdown: float, device: Device, *, batch_invariant: bool
 ) -> bool:
-    """Whether the forward over a copy of the cache is faster than over the cache itself, which
-    takes `slowdown` (PagedForwardConfig) times as long. The bits of the result are the same."""
+    """Whether copying the cache and running the forward over the copy is faster than the forward
+    over the cache itself, which takes `slowdown` (PagedForwardConfig) times as long as over the
+    copy. The bits of the result are the same."""
     batch, queries = problem.batch, problem.seq_len_q
     if problem.varlen:
-        # The queries of each request are unknown to the host: assume equal numbers.
+        # The host does not read the numbers of queries: assume equal ones.
         queries = ceil_div(queries, max(1, batch))
     elif batch_invariant:
         batch = device.num_sms
     if (batch, queries) != (problem.batch, problem.seq_len_q):
         problem = problem.at_lengths(queries, 1, batch)
-    # A prompt: on average its queries see half of its keys, in whole tiles.
+    # Assume a prompt: on average, half of its keys are visible to a query, in whole tiles.
     visible = min(1.0, (queries + _TILE_M) / (2 * queries)) if problem.causal else 1.0
     saved = (slowdown - 1.0) * visible * prefill_time(problem, device)
     return saved > gather_time(problem, "")
@@ -178,10 +179,11 @@ def prefers_prefill(
 
 
 def short_queries(problem: AttentionProblem) -> int:
-    """Packed queries: requests of at most so many run on the decode kernel, in a launch of its own.
+    """The number of packed queries up to which a request runs on the decode kernel, in a separate
+    launch; 0 for none.
 
     The forward has tiles of 128 queries of one head, of which a decode step fills one row. The host
-    does not know the lengths: a batch with many queries per request is assumed to have no decode
+    does not read the lengths: a batch with many queries per request is assumed to have no decode
     steps, which saves a launch.
     """
     few = _SHORT_ROWS // problem.group
@@ -191,22 +193,24 @@ def short_queries(problem: AttentionProblem) -> int:
 
 
 def few_packed_queries(problem: AttentionProblem) -> bool:
-    """Whether the decode kernel runs all requests of a small batch with packed queries: their rows
-    fit into one of its tiles on average."""
+    """Whether the decode kernel runs all requests of a small batch with packed queries: on average,
+    the rows of a request fit in one of its tiles."""
     rows = problem.group * problem.seq_len_q
     return problem.batch < _MIXED_BATCH and rows <= _DECODE_ROWS * problem.batch
 
 
 def gather_time(problem: AttentionProblem, codes: str) -> float:
-    """Nanoseconds of copying the keys and values, per key of every request, of 128 columns. The
-    launch is charged to as many keys as there are queries: the host does not know the lengths."""
+    """Nanoseconds to copy the keys and values, per 128-column key of every request.
+
+    The launch's time is divided by the number of queries: the host does not read seq_lens.
+    """
     moved = _CODE_BYTES[codes] + _CODE_BYTES[""]
     copied = problem.batch * problem.num_heads_kv * 2 * 128 * moved / _GATHER_RATE
     return copied + _GATHER_LAUNCH / problem.seq_len_q
 
 
 def decode_time(problem: AttentionProblem, codes: str = "") -> float:
-    """Nanoseconds of the decode kernel per key of every request, of 128 columns."""
+    """Nanoseconds of the decode kernel, per 128-column key of every request."""
     tiles = ceil_div(problem.group * problem.seq_len_q, _DECODE_ROWS)
     return problem.batch * problem.num_heads_kv * tiles * _DECODE_TILE * _DECODE_CODES[codes]
 

@@ -171,6 +171,15 @@ def check_group_layout(op: str, **arrays: Array) -> None:
             )
 
 
+def check_equal_strides(op: str, name: str, scales: Array, zeros: Array) -> None:
+    """Checks that the scales and zero points of an int4 cache have the same strides."""
+    if scales.strides != zeros.strides:
+        raise ArrayLayoutError(
+            f"{op}: scales and zero points of {name} must have the same strides, got "
+            f"{scales.strides} and {zeros.strides}"
+        )
+
+
 def check_code_layout(op: str, k_cache: Array, v_cache: Array) -> None:
     """Checks the size and alignment of the caches' codes."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):

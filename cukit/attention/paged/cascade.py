@@ -21,11 +21,10 @@ from cukit.core.arrays import (
     check_array,
     empty,
     int32,
-    is_gpu_array,
-    namespace,
     runs_kernel,
     write_out,
 )
+from cukit.core.constants import constant
 from cukit.core.device import current_device
 from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
@@ -70,9 +69,10 @@ def cascade_attention(
             an unused row, whose output is undefined. Never read on the host.
         prefixes: the number of keys that all requests share. Or pairs `(keys, requests)`, shortest
             prefix first: each group of `requests` neighbours shares its first `keys` keys. `keys`
-            increases and is a multiple of block_size; `requests` divides the previous one, the
-            first divides the batch. For instance [(4096, 32), (4608, 4)] is a system prompt of 4096
-            keys followed by eight prompts of 512, with four samples each.
+            is a multiple of block_size and at least that of the previous pair; `requests` divides
+            that of the previous pair, the first one the batch. For instance
+            [(4096, 32), (4608, 4)] is a system prompt of 4096 keys followed by eight prompts of
+            512, with four samples each.
         causal: as in `paged_attention`. All shared keys are visible to a request's queries: it has
             at least `keys + seq_len_q` keys.
         softcap: as in `paged_attention`.
@@ -109,7 +109,7 @@ def cascade_attention(
         cache if isinstance(cache, QuantizedArray) else adopt(_OP, cache)[0]
         for cache in (k_cache, v_cache)
     )
-    _check(q, k_cache, v_cache, block_table, seq_lens, out)
+    _check(q, k_cache, v_cache, block_table, seq_lens, sinks, out)
     levels = _prefixes(q, k_cache, block_table, prefixes)
     checked = is_checked(_OP, checked)
     on_gpu = runs_kernel(_OP, q, block_table, seq_lens, sinks, out)
@@ -124,7 +124,6 @@ def cascade_attention(
         return paged_attention(
             q, k_cache, v_cache, block_table, seq_lens, **plain, return_lse=return_lse, out=out
         )
-    check_overlap(_OP, out, q=q, block_table=block_table, seq_lens=seq_lens)
     block_size, shared = k_cache.shape[1], passes[-1].end
     own_table = block_table[:, shared // block_size :]
     result: Any
@@ -137,7 +136,7 @@ def cascade_attention(
             k_cache,
             v_cache,
             block_table[:: each.requests, each.begin // block_size : each.end // block_size],
-            _lengths(q, len(q) // each.requests, each.end - each.begin),
+            constant(q, len(q) // each.requests, each.end - each.begin, np.int32),
             **scoring,
             causal=False,
             return_lse=True,
@@ -156,10 +155,16 @@ def cascade_attention(
 
 
 def _check(
-    q: Array, k_cache: Any, v_cache: Any, block_table: Array, seq_lens: Array, out: Array | None
+    q: Array,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Array,
+    seq_lens: Array,
+    sinks: Array | None,
+    out: Array | None,
 ) -> None:
-    """Checks what is used before paged_attention checks its arguments."""
-    _, k_storage, _, v_storage, _ = cache_parts(_OP, k_cache, v_cache)
+    """Checks the properties that are used before paged_attention checks its arguments."""
+    _, k_storage, k_scales, v_storage, v_scales = cache_parts(_OP, k_cache, v_cache)
     for name, array in (("q", q), ("k_cache", k_storage), ("v_cache", v_storage)):
         check_array(_OP, name, array, dtypes=_DTYPES, ndim=4, contiguous=False)
     shape = (len(q), None)
@@ -168,6 +173,10 @@ def _check(
     if out is not None:
         shape = (*q.shape[:-1], v_cache.shape[-1])
         check_array(_OP, "out", out, dtypes=(q.dtype,), shape=shape, contiguous=False)
+        check_overlap(
+            _OP, out, q=q, k_cache=k_storage, v_cache=v_storage, k_scales=k_scales,
+            v_scales=v_scales, block_table=block_table, seq_lens=seq_lens, sinks=sinks,
+        )  # fmt: skip
 
 
 def _prefixes(
@@ -186,7 +195,7 @@ def _prefixes(
     for level in levels:
         if level.keys < before.keys or level.keys % max(1, block_size):
             raise ConfigError(
-                f"{_OP}: the keys of prefixes must increase and be multiples of block_size = "
+                f"{_OP}: the keys of prefixes must not decrease and be multiples of block_size = "
                 f"{block_size}, got {prefixes}"
             )
         if level.keys > block_table.shape[1] * block_size:
@@ -204,6 +213,7 @@ def _prefixes(
 
 
 def _passes(q: Array, k_cache: Any, v_cache: Any, levels: tuple[Prefix, ...]) -> tuple[Pass, ...]:
+    """The passes over shared keys; empty if plain paged_attention is as fast."""
     batch, seq_q, heads_q, head_dim = q.shape
     heads_kv, value_dim = v_cache.shape[2:]
     if not q.size or not heads_kv:
@@ -214,18 +224,6 @@ def _passes(q: Array, k_cache: Any, v_cache: Any, levels: tuple[Prefix, ...]) ->
     coded = isinstance(k_cache, QuantizedArray)
     item_bytes = k_cache.storage.itemsize if coded else k_cache.dtype.itemsize
     return plan_cascade(levels, problem, item_bytes, current_device())
-
-
-_cached_lengths: dict[tuple[int | None, int, int], Array] = {}
-
-
-def _lengths(like: Array, count: int, length: int) -> Array:
-    """int32 [count], each `length`; cached, so that a captured graph does not fill it again."""
-    key = like.device.id if is_gpu_array(like) else None, count, length
-    found = _cached_lengths.get(key)
-    if found is None:
-        found = _cached_lengths[key] = namespace(like).full(count, length, np.int32)
-    return found
 
 
 def _check_sharing(

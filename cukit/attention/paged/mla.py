@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) over a paged cache of latents, and what prepares its inputs."""
+"""Multi-head latent attention (MLA) over paged latents, and the preparation of its inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cukit.attention.flash._arguments import (
     score_settings,
 )
 from cukit.attention.paged._mla_plan import BLOCK_SIZE, MlaConfig, plan_mla_attention
-from cukit.attention.paged._paged_arguments import but_requests, check_table
+from cukit.attention.paged._paged_arguments import check_table, step_key
 from cukit.core.arrays import (
     ACCESS_BYTES,
     FLOAT_DTYPES,
@@ -204,8 +204,8 @@ def encode_mla_latents(latents: Array) -> Array:
     """Rows of a latent cache as FP8: 656 bytes per token instead of 1152.
 
     A row is 512 codes (float8_e4m3), 4 float32 scales (each the largest magnitude of 128 columns
-    divided by 448) and the 64 rotated columns in bfloat16. The rows are to be stored in a uint8
-    cache [num_blocks, 64, 1, 656] for :func:`mla_attention`.
+    divided by 448) and the 64 rotated columns in bfloat16. Store the rows in a uint8 cache
+    [num_blocks, 64, 1, 656] for :func:`mla_attention`.
 
     Args:
         latents: float32|float16|bfloat16 [..., 576]: 512 columns of latent, 64 of rotated key.
@@ -245,7 +245,7 @@ def absorb_mla_projections(w_q: Array, w_o: Array, w_uk: Array, w_uv: Array) -> 
 
         score = (W_q x)^T (W_uk c) = (W_uk^T W_q x)^T c;    W_o (W_uv o) = (W_o W_uv) o
 
-    The rotated columns of the queries are unchanged. To be called once, when weights are loaded.
+    The rotated columns of the queries are unchanged. Call this once, when weights are loaded.
 
     Args:
         w_q: float32|float16|bfloat16 (float64 on the CPU) [num_heads * (nope_dim + rope_dim),
@@ -366,15 +366,14 @@ class PreparedMla(NamedTuple):
         return (out, lse) if return_lse else out
 
 
-def _but_requests(key: tuple[Any, ...]) -> Hashable:
-    """The key of a call's checks and kernels: `key` of (device, causal, scale, latent_dim, arrays)
-    without the number of requests and the columns of the block table, which change from step to
-    step."""
+def _plan_key(key: tuple[Any, ...]) -> Hashable:
+    """`key` of a call, (device, causal, scale, latent_dim, arrays), without the numbers of requests
+    and table columns, which change from step to step."""
     *settings, q, kv_cache, table, lengths, out = key
     if q is None or table is None or lengths is None or len(q[0]) != 4:
         return key
     batch, seq_q = q[0][:2]
-    short = but_requests(batch, q, out, table, (lengths, batch))
+    short = step_key(batch, q, out, table, (lengths, batch))
     arrays = (q, table) if out is None else (q, table, out)
     if short is None or not all(map(is_contiguous, arrays)):
         return key
@@ -423,7 +422,7 @@ def _planned(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> _Plan
         heads, seq_q, q.dtype.name, current_device(), coded=coded, causal=causal
     )
     options = score_options(_OP, causal, None, None, scale, None, None)
-    nothing = ScoreArrays(None, None, None, None, None, None)
+    no_arrays = ScoreArrays(None, None, None, None, None, None)
     parameters = _PARAMETERS.pack(
         batch=0,
         heads_q=heads,
@@ -433,7 +432,7 @@ def _planned(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> _Plan
         table_row=0,
         cache_block=kv_cache.strides[0],
         scale_log2=scales_of(q, options)[1],
-        settings=score_settings(q, options, nothing, (1, heads, seq_q, 1)),
+        settings=score_settings(q, options, no_arrays, (1, heads, seq_q, 1)),
     )
     return _Planned(
         config,
@@ -444,7 +443,7 @@ def _planned(causal: bool, scale: float, latent_dim: int, *arrays: Any) -> _Plan
     )
 
 
-@partial(launch_plan, plan=_planned, shorten=_but_requests)
+@partial(launch_plan, plan=_planned, shorten=_plan_key)
 def _prepare(
     planned: _Planned, causal: bool, scale: float, latent_dim: int, *arrays: Any
 ) -> PreparedMla:

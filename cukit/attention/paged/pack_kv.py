@@ -17,6 +17,7 @@ from cukit.attention.flash._arguments import (
 from cukit.attention.paged.cache_arrays import (
     GROUP_ROWS,
     check_code_layout,
+    check_equal_strides,
     check_group_layout,
     group_parts,
     scale_strides,
@@ -190,11 +191,7 @@ def _prepare(*given: Array) -> Launch:
     named = {"k_cache": (k_scales, k_zeros), "v_cache": (v_scales, v_zeros)}
     for name, (scales, zeros) in named.items():
         check_group_layout(_OP, **{f"{name}.scales": scales, f"{name}.zeros": zeros})
-        if scales.strides != zeros.strides:
-            raise ArrayShapeError(
-                f"{_OP}: scales and zero points of {name} must have the same strides, got "
-                f"{scales.strides} and {zeros.strides}"
-            )
+        check_equal_strides(_OP, name, scales, zeros)
     head_dim, value_dim = k.shape[-1], v.shape[-1]
     if max(head_dim, value_dim) > _MAX_WIDTH:
         raise ArrayShapeError(

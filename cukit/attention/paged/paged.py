@@ -27,7 +27,7 @@ from cukit.attention.paged._paged_arguments import (
     check_contents,
     check_layout,
     is_checked,
-    paged_but_requests,
+    paged_plan_key,
 )
 from cukit.attention.paged._paged_gather import prepare_prefill
 from cukit.attention.paged._paged_plan import (
@@ -52,11 +52,10 @@ from cukit.core.arrays import (
     adopt,
     empty,
     int32,
-    is_gpu_array,
-    namespace,
     runs_kernel,
     write_out,
 )
+from cukit.core.constants import constant
 from cukit.core.counters import zero_counters
 from cukit.core.device import Device, current_device
 from cukit.core.kernel import (
@@ -132,7 +131,7 @@ def paged_attention(
             or none: those of request b are rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of
             q [total_q, num_heads_q, head_dim].
         recent: with int4 caches, the newest keys and values, not quantised yet. One launch reads
-            both.
+            these and the caches.
         scale: positive factor of the scores; default 1 / sqrt(head_dim).
         batch_invariant: the bits of a request's result depend on its own length only, not on the
             rest of the batch. Costs a few percent for requests with many keys.
@@ -156,15 +155,16 @@ def paged_attention(
     the device, from `seq_lens`; the last block of a request to finish reduces its partial results
     in a fixed order. With many queries per request, Hopper runs the forward of
     :func:`flash_attention` with a dynamic tile scheduler, and loads cache blocks of a multiple of 8
-    keys by TMA. Small blocks, where that is faster, and quantised caches are first copied to 16
-    bits and large blocks, in scratch memory of 1 GiB or, if larger, of one request's block table;
-    of 256 MiB where the copy saves a few percent.
+    keys by TMA. Quantised caches and, where that is faster, small blocks are first copied to large
+    blocks of 16-bit elements. The scratch memory of the copy is at most 1 GiB or, if larger, that
+    of one request's full block table; a copy that saves only a few percent takes at most 256 MiB.
     Packed queries of a mixed batch (at least 8 requests, at most 256 queries each on average) take
     two launches on Hopper: requests of up to 16 rows per KV head use the first kernel, the others
-    the second. Smaller batches of at most 32 rows on average use the first kernel for all, and so
-    do other GPUs; only their batch_invariant calls with cu_seqlens_q run the reference. In all
-    cases lengths may differ by any factor, a captured graph replays with other lengths and tables,
-    and repeated calls give the same bits. Runs on CuPy's current stream.
+    the second. Smaller batches of at most 32 rows on average use the first kernel for all requests.
+    Other GPUs always use the first kernel, but run the reference for batch_invariant calls with
+    cu_seqlens_q and, below sm_89, for float8 caches. In all cases lengths may differ by any factor,
+    a captured graph replays with other lengths and tables, and repeated calls give the same bits.
+    Runs on CuPy's current stream.
     Papers: Kwon et al., PagedAttention, arXiv:2309.06180; Dao et al., Flash-Decoding.
 
     >>> import numpy as np, cukit as ck
@@ -190,7 +190,7 @@ def paged_attention(
         k_scales=arrays.k_scales, v_scales=arrays.v_scales, block_table=arrays.block_table,
         seq_lens=arrays.seq_lens, cu_seqlens_q=arrays.cu_seqlens_q, k_zeros=arrays.k_zeros,
         v_zeros=arrays.v_zeros, recent_k=arrays.recent_k, recent_v=arrays.recent_v,
-        rings=arrays.rings, packed_lens=arrays.packed_lens,
+        rings=arrays.rings, packed_lens=arrays.packed_lens, sinks=arrays.sinks,
     )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
     return attend(arrays, codes, options, bool(batch_invariant), checked, bool(return_lse))
@@ -209,7 +209,7 @@ def attend(
 
     scratch: memory of the caller; None allocates it.
     """
-    if runs_kernel(_OP, *arrays) and not _too_old(arrays, codes, batch_invariant):
+    if runs_kernel(_OP, *arrays) and not _lacks_kernel(arrays, codes, batch_invariant):
         prepared = _prepare(codes, options, batch_invariant, *arrays)
         if checked:
             check_contents(_OP, arrays, options, checked=True)
@@ -247,8 +247,8 @@ def reserve(
     batch_invariant: bool,
     scratch: PagedScratch,
 ) -> None:
-    """Checks a call, loads its kernels and takes the memory that they need from `scratch`."""
-    if not runs_kernel(_OP, *arrays) or _too_old(arrays, codes, batch_invariant):
+    """Checks a call, loads its kernels and takes their memory from `scratch`."""
+    if not runs_kernel(_OP, *arrays) or _lacks_kernel(arrays, codes, batch_invariant):
         check_arrays(arrays, codes, options)
         return
     _prepare(codes, options, batch_invariant, *arrays).reserve(arrays, scratch)
@@ -257,7 +257,7 @@ def reserve(
 def _decoded(
     storage: Array, scales: Array | None, zeros: Array | None, codes: str, axis: int
 ) -> Array:
-    """The dense values of a cache. axis: of the int4 groups."""
+    """The dense values of a cache. axis: the axis of int4 groups."""
     if not codes:
         return storage
     dtype = next(each for each in NARROW_DTYPES if each.name == codes)
@@ -269,7 +269,7 @@ def _decoded(
     return values if scales is None else values * scales
 
 
-def _too_old(arrays: PagedArrays, codes: str, batch_invariant: bool) -> bool:
+def _lacks_kernel(arrays: PagedArrays, codes: str, batch_invariant: bool) -> bool:
     """Whether the device lacks instructions for these codes, or a batch-invariant kernel for packed
     queries."""
     device = current_device()
@@ -288,7 +288,7 @@ class PreparedPaged(NamedTuple):
     coded: bool
     packed: bool
     launch: Launch
-    prefill: PreparedForward | None  # of requests with many packed queries
+    prefill: PreparedForward | None  # for requests with many packed queries
 
     def __call__(
         self, arrays: PagedArrays, return_lse: bool, scratch: PagedScratch | None = None
@@ -301,8 +301,8 @@ class PreparedPaged(NamedTuple):
         if out.size:
             sums, counters = self.reserve(arrays, scratch)
             if self.coded:
-                k_scales = _one(q) if k_scales is None else k_scales
-                v_scales = _one(q) if v_scales is None else v_scales
+                k_scales = constant(q, 1, 1, np.float32) if k_scales is None else k_scales
+                v_scales = constant(q, 1, 1, np.float32) if v_scales is None else v_scales
             self.launch(
                 *(q, k_cache, v_cache, k_scales, v_scales, arrays.k_zeros, arrays.v_zeros),
                 *(out, lse, block_table, seq_lens, arrays.recent_k, arrays.recent_v),
@@ -314,8 +314,8 @@ class PreparedPaged(NamedTuple):
         return (out, lse) if return_lse else out
 
     def reserve(self, arrays: PagedArrays, scratch: PagedScratch | None) -> tuple[Array, Array]:
-        """Memory for partial results, and counters that are zero between launches, because each
-        launch resets them; of `scratch`, or new."""
+        """Memory for partial results, and counters, which each launch resets to zero; both from
+        `scratch`, or newly allocated memory and the counters of `zero_counters`."""
         like = arrays.q
         if scratch is None:
             return empty(like, (self.floats,), np.float32), zero_counters(like, self.counters)
@@ -326,8 +326,8 @@ class PreparedPaged(NamedTuple):
 
 
 class _Planned:
-    """What a call's number of requests, queries and table columns do not change: its arguments were
-    checked, and its kernels are loaded."""
+    """The checked options and loaded kernels of a call, for any numbers of requests, queries and
+    table columns."""
 
     def __init__(self, arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
         _, k_cache, v_cache, k_scales, v_scales, _, _, sinks, *_ = arrays
@@ -346,7 +346,7 @@ class _Planned:
             self.group_rows = k_cache.shape[1] // k_scales.shape[1]
         self._forward: PagedForward | None = None
         self._variants: dict[tuple[int, bool, int], tuple[PagedConfig, Launches]] = {}
-        # Of bias, mask and packed queries, whose strides and sizes vary, this kernel has none.
+        # The kernel has neither bias nor mask, and cu_seqlens_q is an argument of its own.
         given = ScoreArrays(None, sinks, None, None, None, None)
         shape = 1, self.problem.num_heads_q, 1, 1
         self._parameters = _PARAMETERS.pack(
@@ -414,7 +414,7 @@ def _launches(config: PagedConfig) -> Launches:
 def _planned(
     codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
 ) -> _Planned:
-    """Checks a call and plans what paged_but_requests does not leave out."""
+    """Checks a call and plans it for any numbers of requests, queries and table columns."""
     arrays = PagedArrays(*given)
     check_arrays(arrays, codes, options)
     check_layout(arrays, codes)
@@ -433,7 +433,7 @@ def _planned(
     return _Planned(arrays, codes, options)
 
 
-@partial(launch_plan, plan=_planned, shorten=paged_but_requests)
+@partial(launch_plan, plan=_planned, shorten=paged_plan_key)
 def _prepare(
     planned: _Planned,
     codes: str,
@@ -486,30 +486,20 @@ def _prepare(
     return PreparedPaged(shape, row_shape, floats, counters, bool(codes), packed, launch, prefill)
 
 
-_ones: dict[int | None, Array] = {}
-
-
-def _one(like: Array) -> Array:
-    """An array of 1, for a cache without scales; cached per device."""
-    key = like.device.id if is_gpu_array(like) else None
-    found = _ones.get(key)
-    if found is None:
-        found = _ones[key] = namespace(like).ones(1, np.float32)
-    return found
-
-
 def _specs(device: Device) -> list[KernelSpec]:
     """A representative set of variants: each width, query tile and option."""
 
     def spec(head_dim: int, rows: int = 4, **options: Any) -> KernelSpec:
         shape = head_dim, head_dim, 8, rows
-        return plan_paged_attention(*shape, "bfloat16", device, **options).spec()
+        dtype = options.pop("dtype", "bfloat16")
+        return plan_paged_attention(*shape, dtype, device, **options).spec()
 
     too_old = device.compute_capability < _FLOAT8_ARCH
     specs = [
         *prefill_specs(device),
         *(spec(width) for width in HEAD_DIMS),
         spec(128, 32),
+        spec(128, dtype="float16"),
         spec(120, 32, window=True, softcap=True, sinks=True),
         spec(128, batch_invariant=True),
         *(spec(128, rows, packed=True) for rows in (16, 32)),
@@ -526,7 +516,7 @@ def _specs(device: Device) -> list[KernelSpec]:
         *(spec(128, codes="int4", group_rows=64, recent=new, batch=1) for new in (False, True)),
         spec(128, codes="int4", group_rows=64, batch=128),
         spec(128, codes="int8", batch=128),
-        *(spec(128, codes="float8_e4m3", batch=128) for _ in "8" if not too_old),
+        *([] if too_old else [spec(128, codes="float8_e4m3", batch=128)]),
         spec(64, batch=32),
         spec(128, 16, batch=2),
     ]

@@ -54,8 +54,8 @@ class PagedAttention:
     the first `plan` of another number of requests or queries does so for that step. Copies of keys
     and values (see :func:`paged_attention`) belong to steps of one number of queries: a `plan` with
     another number frees them in stream order, unless a captured graph uses them. Otherwise `plan`
-    only enqueues copies and `run` launches, on CuPy's current stream, without synchronisation. Use
-    one stream at a time.
+    only enqueues copies, and `run` only kernels, on CuPy's current stream, without synchronisation.
+    Use one stream at a time.
 
     >>> import numpy as np, cukit as ck
     >>> k = np.zeros((1, 2, 4, 1, 8), np.float32)    # one layer, two blocks of four keys
@@ -262,7 +262,7 @@ def _integers(array: Any) -> Array:
 
 
 def _described(like: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """A C-contiguous array of this shape without memory for it: to be planned with, not read."""
+    """A C-contiguous array of this shape without memory for it: for planning, not to be read."""
     if is_gpu_array(like):
         return type(like)(shape, dtype, memptr=like.data)
     strides = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
