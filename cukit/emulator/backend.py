@@ -14,6 +14,7 @@ from cukit.core.device import Device, typical_device
 from cukit.core.kernel import Kernel
 from cukit.emulator.builder import build_kernel
 from cukit.emulator.kernel import EmulatedKernel
+from cukit.emulator.poison import poison
 from cukit.emulator.settings import Settings
 from cukit.emulator.tensor_map import pack_tensor_map
 
@@ -42,10 +43,8 @@ class Emulator:
         )
 
     def poison(self, array: np.ndarray[Any, Any]) -> None:
-        """Sets all bits: NaN in every float format."""
-        if array.dtype.hasobject:  # rejected by the checks of every op
-            return
-        array.reshape(-1).view(np.uint8).fill(0xFF)
+        """See :func:`cukit.emulator.poison.poison`."""
+        poison(array)
 
     def load_kernel(self, spec: KernelSpec) -> Kernel:
         """The compiled kernel: compiled on first use, then taken from memory or disk."""

@@ -1,7 +1,7 @@
 """Compiles kernels and the emulator's runtime to shared libraries, in the kernel cache.
 
 As for cubins, the cache key covers every input: the include closure, the macros, the emulator's own
-sources, the compiler's version and its flags.
+sources, CUDA's headers, the compiler's version and its flags.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _MAX_RUNTIME_UNITS = 4
 _FOREIGN_PRELUDE = "#include <common/emulator/language.h>\n"
 _HOST_LIBRARY = "#define CUKIT_EMULATOR_HOST_LIBRARY\n"
 _HOST_HEADER = re.compile(r"^\s*#\s*include\s*<(\w+|cupy/.*)>", re.MULTILINE)
-_ALWAYS_THERE = {
+_INCLUDED_HEADERS = {
     *("algorithm", "cassert", "cfloat", "climits", "cmath", "cstddef", "cstdint", "cstdio"),
     *("cstdlib", "cstring", "limits", "type_traits", "utility"),
 }
-"""The host's headers that language.h includes."""
+"""Standard headers that language.h includes."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def build_kernel(
     start = time.perf_counter()
     record, built = _build(library, partial(_compile_kernel, spec, source, link=link), flags)
     if built:
-        _say(f"compiled {spec} for the emulator in {time.perf_counter() - start:.1f} s")
+        _print_status(f"compiled {spec} for the emulator in {time.perf_counter() - start:.1f} s")
     x, y, z = record["cluster"]
     return Build(
         spec,
@@ -121,7 +121,7 @@ def _build(library: Path, recipe: Recipe, flags: tuple[str, ...]) -> tuple[Recor
 
 def named_library(library: Path) -> Path:
     """The same library with the names and types of variables in its debug information. Other
-    projects' kernels have these from the start, since they are more likely to be reported."""
+    projects' kernels are compiled with them at once, since faults in them are more likely."""
     recipe, flags = _recipes[library]
     if set(NAMES) <= set(flags):
         return library
@@ -138,18 +138,18 @@ def build_runtime() -> Path:
     start = time.perf_counter()
     _, _, built = build_once(library, partial(_compile_runtime, flags))
     if built:
-        _say(f"compiled the emulator itself in {time.perf_counter() - start:.1f} s")
+        _print_status(f"compiled the emulator itself in {time.perf_counter() - start:.1f} s")
     return library
 
 
-def _say(what: str) -> None:
+def _print_status(what: str) -> None:
     """Prints to stderr why a first call is slow, unless CUKIT_QUIET is set."""
     if not os.environ.get("CUKIT_QUIET"):
         print(f"cukit: {what}", file=sys.stderr)
 
 
 def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:
-    _say("compiling the emulator itself, once; this takes about ten seconds on two cores")
+    _print_status("compiling the emulator itself, once; this takes about ten seconds on two cores")
     flags = (*flags, f"-I{RUNTIME_SOURCES}", *include_flags())
     units = runtime_units(min(len(os.sched_getaffinity(0)), _MAX_RUNTIME_UNITS))
     with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +200,7 @@ def build_foreign(
     start = time.perf_counter()
     record, built = _build(library, partial(_compile_foreign, name, files, link=link), flags)
     if built:
-        _say(f"compiled {name} for the emulator in {time.perf_counter() - start:.1f} s")
+        _print_status(f"compiled {name} for the emulator in {time.perf_counter() - start:.1f} s")
     return library, record
 
 
@@ -210,7 +210,7 @@ def _compile_foreign(
     # Unreferenced code is dropped, so that the libraries which host code needs are not required.
     own = ("-fvisibility=hidden", "-ffunction-sections", "-fdata-sections")
     headers = {name for text in files.values() for name in _HOST_HEADER.findall(text)}
-    prelude = _HOST_LIBRARY * bool(headers - _ALWAYS_THERE) + _FOREIGN_PRELUDE
+    prelude = _HOST_LIBRARY * bool(headers - _INCLUDED_HEADERS) + _FOREIGN_PRELUDE
     library, symbols, uninitialised = _compile_unit(
         name, files, (*flags, *own), prelude, (*link, "-Wl,--gc-sections", "-pthread")
     )
@@ -329,7 +329,8 @@ def macro_value(value: object) -> str:
 
 
 def _precompiled_prelude(flags: tuple[str, ...], text: str) -> Path:
-    """CUDA's headers, precompiled for each set of flags: parsing them dominates small kernels."""
+    """CUDA's headers, precompiled for each set of flags: parsing them dominates the compilation of
+    small kernels."""
     compiler = find_compiler()
     key = _hash(_sources_hash(), compiler.version, text, *flags)
     header = _folder() / f"prelude-{key}.h"

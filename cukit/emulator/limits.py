@@ -13,8 +13,8 @@ _BLOCK_EXTENTS = (1024, 1024, 64)
 _GRID_EXTENTS = (2**31 - 1, 65535, 65535)
 _PORTABLE_CLUSTER_BLOCKS = 8
 _MAX_CLUSTER_BLOCKS = {9: 16, 10: 16}
-"""By major compute capability; `core.kernel` permits non-portable sizes."""
-STATIC_SHARED_BYTES = 48 * 1024
+"""By major compute capability, including the non-portable sizes that `core.kernel` permits."""
+_MAX_STATIC_SHARED_BYTES = 48 * 1024
 
 
 def reason_against_launch(
@@ -49,10 +49,10 @@ def reason_against_launch(
         return f"clusters of {blocks} blocks, the limit is {max_blocks}"
     if any(extent % along for extent, along in zip(grid, cluster, strict=False)):
         return f"the cluster's extents {cluster} do not divide the grid's {grid}"
-    if static_bytes > STATIC_SHARED_BYTES:
+    if static_bytes > _MAX_STATIC_SHARED_BYTES:
         return (
             f"{static_bytes} bytes of static shared memory, the limit is "
-            f"{STATIC_SHARED_BYTES}; use dynamic shared memory, which may be larger"
+            f"{_MAX_STATIC_SHARED_BYTES}; use dynamic shared memory, which may be larger"
         )
     if static_bytes + dynamic_bytes > device.shared_bytes_per_block:
         return (

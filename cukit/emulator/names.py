@@ -136,10 +136,11 @@ class Names:
         return count * self._bytes(self._referred(entry, "DW_AT_type"))
 
     def _extents(self, entry: _Entry) -> list[int]:
+        ranges = [child for child in entry.children if child.tag == "DW_TAG_subrange_type"]
+        counts = [child.number("DW_AT_count") for child in ranges]  # of clang; GCC has upper bounds
         return [
-            (child.number("DW_AT_upper_bound") or 0) + 1
-            for child in entry.children
-            if child.tag == "DW_TAG_subrange_type"
+            (child.number("DW_AT_upper_bound") or 0) + 1 if count is None else count
+            for child, count in zip(ranges, counts, strict=True)
         ]
 
     def _type_name(self, entry: _Entry | None) -> tuple[str, str]:

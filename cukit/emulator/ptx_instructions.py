@@ -21,9 +21,9 @@ from cukit.emulator.ptx_operands import (
 
 _WIDE = {"s16": "std::int32_t", "u16": "std::uint32_t", "s32": "std::int64_t",
          "u32": "std::uint64_t"}  # fmt: skip
-_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
-            "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",
-            "equ": "==", "neu": "!=", "ltu": "<", "leu": "<=", "gtu": ">", "geu": ">="}  # fmt: skip
+_COMPARE = {name: name for name in ("eq", "ne", "lt", "le", "gt", "ge", "num", "nan")}
+_COMPARE |= {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
+_UNORDERED = {f"{name}u": name for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 _BINARY = {"add": "+", "sub": "-", "and": "&", "or": "|", "xor": "^", "div": "/", "rem": "%"}
 _MATH = {"sqrt": "sqrt", "ex2": "exp2", "lg2": "log2", "sin": "sin", "cos": "cos", "tanh": "tanh"}
 _ATOMICS = {"add": "atomicAdd", "min": "atomicMin", "max": "atomicMax", "and": "atomicAnd",
@@ -38,6 +38,63 @@ _NOTHING = re.compile(
 )
 """Instructions that have no effect in the emulator."""
 
+_FLOATS = ("float", "double")
+_HALVES = ("__half", "__half2", "__nv_bfloat16", "__nv_bfloat162")
+
+_APPROXIMATE = "approx full ftz"
+"""No effect: the emulator computes exactly and flushes all subnormal floats (docs/emulator.md)."""
+_CONVERSIONS = "rn rni rzi rmi rpi sat relu ftz"
+_SPACES = "global shared shared::cta shared::cluster"
+_SCOPES = "cta cluster gpu sys"
+_PREFETCH = "L2::64B L2::128B L2::256B"
+_CACHE = f"L2::cache_hint {_PREFETCH} L1::no_allocate " + " ".join(
+    f"{level}::evict_{priority}"
+    for level in ("L1", "L2")
+    for priority in ("normal", "unchanged", "first", "last")
+)
+_MODIFIERS: dict[str, str] = {
+    "add sub": f"rn sat {_APPROXIMATE}",
+    "mul": f"rn sat lo hi wide {_APPROXIMATE}",
+    "fma mad": f"rn sat relu lo hi wide {_APPROXIMATE}",
+    "mul24": "lo hi",
+    "div rcp sqrt": f"rn {_APPROXIMATE}",
+    "ex2 lg2 sin cos tanh rsqrt abs neg": _APPROXIMATE,
+    "min max": f"NaN relu {_APPROXIMATE}",
+    "bfind": "shiftamt",
+    "shf": "l r clamp wrap",
+    "dp4a": "s32 u32",
+    "cvt": f"{_CONVERSIONS} rna tf32 {' '.join(TYPES)}",
+    "setp": f"and or xor ftz {' '.join(_COMPARE)} {' '.join(_UNORDERED)}",
+    "cvta": f"to local const {_SPACES}",
+    "bra": "uni",
+    "ld": f"weak relaxed acquire volatile mmio {_SCOPES} {_SPACES} local const nc ca cg cs lu "
+          f"cv v2 v4 v8 {_CACHE}",
+    "ldu": "global v2 v4",
+    "st": f"weak relaxed release volatile mmio {_SCOPES} {_SPACES} local wb cg cs wt "
+          f"v2 v4 v8 {_CACHE}",
+    "atom red": f"relaxed acquire release acq_rel {_SCOPES} {_SPACES} {' '.join(_ATOMICS)} noftz "
+                "v2 v4 v8 L2::cache_hint",
+    "bar barrier": "sync arrive wait warp cta cluster aligned release relaxed acquire",
+    "fence": f"sc acq_rel acquire release {_SCOPES} {_SPACES} mbarrier_init proxy async generic "
+             "tensormap::generic",
+    "membar": "cta gl sys",
+    "shfl": f"sync {' '.join(_SHUFFLES)}",
+    "vote": "sync any all ballot",
+    "redux": "sync add min max and or xor",
+    "match": "any sync",
+    "elect": "sync",
+    "cp": f"async bulk ca cg {_SPACES} L2::cache_hint {_PREFETCH} commit_group wait_group wait_all "
+          "read bulk_group mbarrier::complete_tx::bytes",
+    "mbarrier": f"init inval arrive expect_tx try_wait test_wait parity release acquire relaxed "
+                f"{_SCOPES} {_SPACES}",
+    "ldmatrix stmatrix movmatrix": "sync aligned m8n8 x1 x2 x4 trans shared shared::cta",
+    "mma": f"sync aligned m16n8k4 m16n8k8 m16n8k16 m16n8k32 row col f32 s32 {' '.join(_NUMBERS)}",
+    "mapa": "shared::cluster",
+}  # fmt: skip
+"""The modifiers of each instruction that are translated, or do not change its result."""
+
+_LEGAL = {name: set(text.split()) for names, text in _MODIFIERS.items() for name in names.split()}
+
 
 def instruction(statement: Statement, text: str) -> str:
     """C++ for one instruction or label. Raises UntranslatedError if there is no translation."""
@@ -49,16 +106,29 @@ def instruction(statement: Statement, text: str) -> str:
         return f"if ({condition}) {{ {instruction(statement, guard[3])} }}"
     opcode, _, rest = text.partition(" ")
     parts = opcode.split(".")
-    translated = _translate(statement, parts, split_operands(rest))
+    if _NOTHING.fullmatch(parts[0]):
+        return ""
+    unknown = _unknown_modifier(parts)
+    if unknown:
+        raise UntranslatedError(f"{opcode} (modifier .{unknown})")
+    operands = split_operands(rest)
+    if "L2::cache_hint" in parts:
+        operands.pop()  # the cache policy
+    translated = _translate(statement, parts, operands)
     if translated is None:
         raise UntranslatedError(opcode)
     return translated
 
 
+def _unknown_modifier(parts: list[str]) -> str | None:
+    """The first modifier that is not listed for the instruction."""
+    typed = parts[-1] in TYPES
+    legal = _LEGAL.get(parts[0], set())
+    return next((part for part in parts[1 : -1 if typed else None] if part not in legal), None)
+
+
 def _translate(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
     name, last = parts[0], parts[-1]
-    if _NOTHING.fullmatch(name):
-        return ""
     if name == "bra":
         return f"goto {label_of(operands[0], statement)};"
     special = _INSTRUCTIONS.get(name)
@@ -73,7 +143,8 @@ def _translate(statement: Statement, parts: list[str], operands: list[str]) -> s
     if name in _BINARY and len(value) == 3:
         result = f"{get[1]} {_BINARY[name]} {get[2]}"
     elif name in ("min", "max") and len(value) == 3:
-        result = f"{P}{name}imum({get[1]}, {get[2]})"
+        larger, pass_nan = str(name == "max").lower(), str("NaN" in parts).lower()
+        result = f"{P}extreme<{larger}, {pass_nan}>({get[1]}, {get[2]})"
     elif name in ("mul", "mad", "fma", "mul24"):
         result = _product(parts, value, get, kind)
     elif name in ("not", "cnot"):
@@ -88,12 +159,14 @@ def _translate(statement: Statement, parts: list[str], operands: list[str]) -> s
         result = f"{kind}(1) / {get[1]}"
     elif name == "rsqrt":
         result = f"{kind}(1) / {kind}(sqrt({get[1]}))"
-    elif name in _MATH and kind in ("float", "double"):
+    elif name in _MATH and kind in _FLOATS:
         result = f"{kind}({_MATH[name]}({get[1]}))"
     elif name == "copysign":
         result = f"{kind}(copysign({get[2]}, {get[1]}))"
-    elif name in ("brev", "clz", "popc", "bfind"):
+    elif name in ("brev", "clz", "popc"):
         result = f"{P}{name}({get[1]})"
+    elif name == "bfind":
+        result = f"{P}bfind({get[1]}, {str('shiftamt' in parts).lower()})"
     elif name in ("bfe", "bfi"):
         result = f"{P}{name}({', '.join(get[1 : len(get) - 2])}, {value[-2]}, {value[-1]})"
     elif name == "selp":
@@ -108,7 +181,23 @@ def _translate(statement: Statement, parts: list[str], operands: list[str]) -> s
         result = f"{P}dp4a<{TYPES[parts[1]]}, {TYPES[parts[2]]}>({', '.join(value[1:])})"
     elif name == "sad":
         result = f"{P}absolute_difference({get[1]}, {get[2]}) + {get[3]}"
+    if result is not None:
+        result = _adjusted(parts, get, kind, result)
     return None if result is None else f"{P}put({value[0]}, {result});"
+
+
+def _adjusted(parts: list[str], get: list[str], kind: str, result: str) -> str | None:
+    """The result with the modifiers .rn, .sat and .relu."""
+    name = parts[0]
+    if "rn" in parts and kind in _FLOATS:
+        result = f"{P}rounded<{kind}>({result})"
+    if "relu" in parts:
+        result = f"{P}relu<{kind}>({result})"
+    if "sat" not in parts:
+        return result
+    if kind == "std::int32_t" and name in ("add", "sub"):
+        return f"{P}saturate<{kind}>(std::int64_t({get[1]}) {_BINARY[name]} {get[2]})"
+    return f"{P}saturate<{kind}>({result})" if kind in ("float", *_HALVES) else None
 
 
 def _product(parts: list[str], value: list[str], get: list[str], kind: str) -> str | None:
@@ -118,12 +207,13 @@ def _product(parts: list[str], value: list[str], get: list[str], kind: str) -> s
         wide = _WIDE[last]
         added = f" + {P}get<{wide}>({value[3]})" if added else ""
         return f"{wide}({get[1]}) * {wide}({get[2]}){added}"
+    if name == "mul24":
+        high = str("hi" in parts).lower()
+        return f"{P}product_of_24_bits<{high}>({get[1]}, {get[2]})"
     if "hi" in parts:
         return f"{P}high_product({get[1]}, {get[2]}){added}"
-    if name == "mul24":
-        return f"__mul24({get[1]}, {get[2]})"
-    if name == "fma" and kind in ("float", "double"):
-        return f"{kind}(fma({', '.join(get[1:4])}))"
+    if name in ("fma", "mad") and kind in (*_FLOATS, *_HALVES):
+        return f"{P}fused({', '.join(get[1:4])})"
     return f"{get[1]} * {get[2]}{added}"
 
 
@@ -139,45 +229,59 @@ def _mov(statement: Statement, parts: list[str], operands: list[str]) -> str:
 def _cvta(statement: Statement, parts: list[str], operands: list[str]) -> str:
     to, value = (value_of(statement, each) for each in operands)
     if any(part.startswith("shared") for part in parts):
-        way = "to_shared" if "to" in parts else "from_shared"
-        return f"{P}put({to}, {P}{way}({value}));"
+        conversion = "to_shared" if "to" in parts else "from_shared"
+        return f"{P}put({to}, {P}{conversion}({value}));"
     return f"{P}put({to}, {value});"
 
 
 def _cvt(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
-    to, source = TYPES.get(parts[-2]), TYPES.get(parts[-1])
     values = [value_of(statement, each) for each in operands]
+    to, source = TYPES.get(parts[-2]), TYPES.get(parts[-1])
+    modifiers = set(parts[1:-2])
     if parts[-2] == "tf32":
+        if modifiers != {"rna"}:
+            return None
         return f"{P}put({values[0]}, {P}to_tf32({P}get<float>({values[1]})));"
-    if to is None or source is None:
+    if to is None or source is None or modifiers - set(_CONVERSIONS.split()):
         return None
     if len(values) == 3:  # two numbers packed into one register, the first in the upper half
         half = {"__half2": "__half", "__nv_bfloat162": "__nv_bfloat16"}.get(to)
-        if half is None:
+        if half is None or source != "float" or modifiers - {"rn", "relu", "ftz"}:
             return None
-        packed = f"{P}convert_two<{half}>({P}get<float>({values[2]}), {P}get<float>({values[1]}))"
-        return f"{P}put({values[0]}, {packed});"
-    rounding = next((p for p in parts if p in ("rni", "rzi", "rmi", "rpi")), "rz")
-    saturate = str("sat" in parts).lower()
-    converted = f"{P}convert<{to}, {P}Round::{rounding}, {saturate}>({P}get<{source}>({values[1]}))"
-    return f"{P}put({values[0]}, {converted});"
+        relu = str("relu" in modifiers).lower()
+        pair = f"{P}get<float>({values[2]}), {P}get<float>({values[1]})"
+        return f"{P}put({values[0]}, {P}convert_two<{half}, {relu}>({pair}));"
+    if "2" in (to[-1], source[-1]):
+        return None
+    rounding = next((p for p in parts if p in ("rni", "rzi", "rmi", "rpi")), "none")
+    saturate = str("sat" in modifiers).lower()
+    code = f"{P}convert<{to}, {P}Round::{rounding}, {saturate}>({P}get<{source}>({values[1]}))"
+    if "relu" in modifiers:
+        code = f"{P}relu({code})"
+    return f"{P}put({values[0]}, {code});"
 
 
 def _setp(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
     kind = TYPES.get(parts[-1])
-    compare = next((_COMPARE[part] for part in parts if part in _COMPARE), None)
-    if kind is None or compare is None:
+    name = next((p for p in parts[1:-1] if p in _COMPARE or p in _UNORDERED), None)
+    if kind is None or name is None or kind in ("__half2", "__nv_bfloat162"):
         return None
-    to, _, inverse = operands[0].partition("|")
+    unordered = str(name in _UNORDERED).lower()
     left, right = (f"{P}get<{kind}>({value_of(statement, each)})" for each in operands[1:3])
-    result = f"({left} {compare} {right})"
+    operation = f"{P}Compare::{_COMPARE.get(name) or _UNORDERED[name]}"
+    found = f"{P}compare<{operation}, {unordered}>({left}, {right})"
+    results = ["found", "!found"]
     combine = next((p for p in parts if p in ("and", "or", "xor")), None)
-    if combine and len(operands) == 4:
-        result = f"({result} {_BINARY[combine]} {value_of(statement, operands[3])})"
-    code = f"{value_of(statement, to)} = {result};"
-    if inverse:
-        code += f" {value_of(statement, inverse)} = !{value_of(statement, to)};"
-    return code
+    if combine:
+        other = value_of(statement, operands[3])
+        found += f", other = {other}"
+        results = [f"{result} {_BINARY[combine]} other" for result in results]
+    puts = (
+        f"{value_of(statement, to)} = {result};"
+        for to, result in zip(operands[0].split("|"), results, strict=False)
+        if to.strip() != "_"
+    )
+    return f"{{ const bool found = {found}; {' '.join(puts)} }}"
 
 
 def _load(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
@@ -192,7 +296,7 @@ def _load(statement: Statement, parts: list[str], operands: list[str]) -> str | 
 
 def _store(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
     kind = TYPES.get(parts[-1])
-    if kind is None or "async" in parts:
+    if kind is None:
         return None
     values = elements_of(statement, operands[1])
     ordered = str(bool({"release", "relaxed"} & set(parts))).lower()
@@ -204,7 +308,7 @@ def _store(statement: Statement, parts: list[str], operands: list[str]) -> str |
 def _atomic(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
     kind = TYPES.get(parts[-1])
     call = next((_ATOMICS[part] for part in parts[1:] if part in _ATOMICS), None)
-    if kind is None or call is None or "async" in parts:
+    if kind is None or call is None:
         return None
     returns = parts[0] == "atom"
     to = operands[0] if returns else None
@@ -248,22 +352,24 @@ def _fence(statement: Statement, parts: list[str], operands: list[str]) -> str:
 
 
 def _shuffle(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
-    way = next((part for part in parts if part in _SHUFFLES), None)
-    if way is None or "sync" not in parts:
+    mode = next((part for part in parts if part in _SHUFFLES), None)
+    if mode is None or "sync" not in parts:
         return None
     to, _, predicate = operands[0].partition("|")
     value, argument, clamp, mask = (value_of(statement, each) for each in operands[1:])
     code = (
-        f"{P}put({value_of(statement, to)}, {P}shuffle({E}WarpOp::{_SHUFFLES[way]}, {mask}, "
+        f"{P}put({value_of(statement, to)}, {P}shuffle({E}WarpOp::{_SHUFFLES[mode]}, {mask}, "
         f"{P}get<std::uint32_t>({value}), {argument}, {clamp}));"
     )
     if predicate and predicate != "_":
-        inside = f"{P}shuffle_inside({E}WarpOp::{_SHUFFLES[way]}, {argument}, {clamp})"
+        inside = f"{P}shuffle_inside({E}WarpOp::{_SHUFFLES[mode]}, {argument}, {clamp})"
         code += f" {value_of(statement, predicate)} = {inside};"
     return code
 
 
 def _vote(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
+    if "sync" not in parts:
+        return None
     to, predicate, mask = (value_of(statement, each) for each in operands)
     call = next((f"__{p}_sync" for p in parts if p in ("any", "all", "ballot")), None)
     return f"{P}put({to}, {call}({mask}, {predicate}));" if call else None
@@ -306,11 +412,11 @@ def _copy(statement: Statement, parts: list[str], operands: list[str]) -> str | 
         return f"{E}{'bulk' if 'bulk' in parts else 'cp_async'}_wait({pending});"
     if "wait_all" in parts:
         return f"{E}cp_async_commit(); {E}cp_async_wait(0);"
-    if "mbarrier" in parts or "tensor" in parts or "reduce" in parts or "prefetch" in parts:
-        return None
     if "bulk" in parts:
         bytes_ = value_of(statement, operands[2])
         if parts[3].startswith("shared"):
+            if parts[4] != "global":
+                return None
             source = f"reinterpret_cast<const void*>({address_of(statement, operands[1])})"
             return (
                 f"{E}bulk_load({_shared_number(statement, operands[0])}, {source}, {bytes_}, "
@@ -319,7 +425,9 @@ def _copy(statement: Statement, parts: list[str], operands: list[str]) -> str | 
         target = f"reinterpret_cast<void*>({address_of(statement, operands[0])})"
         return f"{E}bulk_store({target}, {_shared_number(statement, operands[1])}, {bytes_});"
     size = value_of(statement, operands[2])
-    present = value_of(statement, operands[3]) if len(operands) > 3 else size
+    present = size
+    if len(operands) > 3:
+        present = f"{P}bytes_present({size}, {value_of(statement, operands[3])})"
     source = f"reinterpret_cast<const void*>({address_of(statement, operands[1])})"
     return f"{E}cp_async({_shared_number(statement, operands[0])}, {source}, {size}, {present});"
 
@@ -330,7 +438,7 @@ def _mbarrier(statement: Statement, parts: list[str], operands: list[str]) -> st
     if "init" in parts:
         barrier, count = _shared_number(statement, operands[0]), value_of(statement, operands[1])
         return f"{E}mbarrier_init({barrier}, {count});"
-    if "arrive" in parts and "noComplete" not in parts:
+    if "arrive" in parts:
         at = next(i for i, operand in enumerate(operands) if operand.startswith("["))
         barrier = _shared_number(statement, operands[at])
         more = [value_of(statement, each) for each in operands[at + 1 :]]
@@ -369,11 +477,11 @@ def _matrix(statement: Statement, parts: list[str], operands: list[str]) -> str 
 
 def _mma(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
     shape = re.fullmatch(r"m16n8k(\d+)", next((p for p in parts if p.startswith("m16")), ""))
-    if shape is None or "sp" in parts or len(parts) < 10:
+    if shape is None or len(parts) != 10:
         return None
-    result, a_type, b_type = (part for part in parts[-4:-1])
+    result, a_type, b_type, c_type = parts[-4:]
     numbers = _NUMBERS.get(a_type), _NUMBERS.get(b_type)
-    if None in numbers or result not in ("f32", "f16", "s32"):
+    if None in numbers or result not in ("f32", "f16", "s32") or result != c_type:
         return None
     d, a, b, c = (elements_of(statement, each) for each in operands)
     values = [", ".join(f"{P}get<std::uint32_t>({r})" for r in each) for each in (a, b, c)]

@@ -29,8 +29,8 @@ class Settings:
     cas_guesses: also report plain reads that race with atomics but only provide the first guess of
         a loop around atomicCAS.
     all_checks: compile cukit's own kernels, too, with every check that the compiler offers, which
-        takes half as long again: pointers that leave their variable, misaligned structures,
-        functions that end without a return value. Other projects' kernels always have them.
+        takes 50% longer: pointers that leave their variable, functions that end without a return
+        value. Other projects' kernels are always compiled with these checks.
     """
 
     arch: str = "sm_90"
@@ -59,7 +59,7 @@ def settings_from(environment: Mapping[str, str] = os.environ, **options: object
     for name, variable in _VARIABLES.items():
         text = environment.get(f"CUKIT_EMULATOR_{variable}")
         if text:
-            values[name] = text if name == "arch" else _number(variable, text)
+            values[name] = text if name == "arch" else _number(variable, text, name == "patience")
     values.update(options)
     for each in fields(Settings):
         if each.name in values and isinstance(each.default, bool):
@@ -85,8 +85,9 @@ _VARIABLES = {
 }
 
 
-def _number(variable: str, text: str) -> int:
+def _number(variable: str, text: str, fractional: bool) -> float:
     try:
-        return int(text)
+        return float(text) if fractional else int(text)
     except ValueError:
-        raise ConfigError(f"CUKIT_EMULATOR_{variable} must be a number, got {text!r}") from None
+        expected = "a number" if fractional else "an integer"
+        raise ConfigError(f"CUKIT_EMULATOR_{variable} must be {expected}, got {text!r}") from None

@@ -1,8 +1,8 @@
-"""Runs the cases of vectors.py on a GPU and stores the results, with which CI compares.
+"""Runs the cases of vectors.py on a GPU and stores the results for test_instructions.py.
 
     python -m tests.emulator.make_vectors
 
-Needs Hopper (sm_90) for all cases. The file is a few ten kilobytes: integers, compressed.
+Needs Hopper (sm_90). The file contains compressed integers, a few tens of kilobytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     for case in cases():
         result = cupy.asnumpy(case.run(cupy.asarray))
         exact = result.astype(np.int32)
-        assert np.array_equal(exact, result), f"{case.name}: results are integers"
+        assert np.array_equal(exact, result), f"{case.name}: results must be integers"
         results[case.name] = exact
     np.savez_compressed(STORED, **results)
     print(f"{STORED}: {len(results)} cases, {STORED.stat().st_size} bytes, on {device.name}")

@@ -1,5 +1,6 @@
-// Prints numbers of cuRAND's generator XORWOW, from the library's own functions, which compile for the
-// host as well: seed, subsequence, offset, six 32-bit numbers, one uniform, two normal.
+// Prints numbers of cuRAND's generator XORWOW, computed on the host by the functions of cuRAND's
+// header. Each line: seed, subsequence, offset, six 32-bit numbers, one uniform and two normal
+// numbers.
 //
 //   nvcc -o make_xorwow make_xorwow.cu && ./make_xorwow > xorwow.txt
 #define QUALIFIERS static inline __host__ __device__

@@ -87,8 +87,8 @@ def outcomes_in(text: str, late: bool) -> dict[str, str]:
     """
     outcomes: dict[str, str] = {}
     for part in re.split(r"^launch ", text, flags=re.MULTILINE)[1:]:
-        name, _, said = part.partition("\n")
-        lines = re.findall(r"^========= +(\S.*)", said, re.MULTILINE)
+        name, _, output = part.partition("\n")
+        lines = re.findall(r"^========= +(\S.*)", output, re.MULTILINE)
         found = any(not NO_FINDING.match(line) for line in lines)
         outcomes[name] = "reported" if found else "clean"
     last = next(reversed(outcomes), None)
@@ -169,14 +169,14 @@ def main() -> int:
     """Runs everything; the exit status is 1 if no program could be compiled."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--limit", type=float, default=25, help="seconds for a process")
-    parser.add_argument("--alone", type=float, default=8, help="seconds for one that may hang")
-    parser.add_argument("--logs", type=Path, help="folder for what the tools print")
+    parser.add_argument("--limit", type=float, default=25, help="seconds per process")
+    parser.add_argument("--alone", type=float, default=8, help="seconds per process of ALONE")
+    parser.add_argument("--logs", type=Path, help="folder for the output of the tools")
     parser.add_argument("--compile-only", action="store_true")
-    parser.add_argument("--resume", action="store_true", help="run what is not in the file")
-    asked = parser.parse_args()
-    if asked.logs is not None:
-        asked.logs.mkdir(parents=True, exist_ok=True)
+    parser.add_argument("--resume", action="store_true", help="run only programs without a result")
+    arguments = parser.parse_args()
+    if arguments.logs is not None:
+        arguments.logs.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     programs = [each for each in suite() if each.kind not in NOT_FOR_THIS_GPU]
     twins = [
@@ -184,27 +184,27 @@ def main() -> int:
     ]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        with ProcessPoolExecutor(asked.jobs) as processes:
+        with ProcessPoolExecutor(arguments.jobs) as processes:
             prepared = dict(processes.map(partial(prepare, folder), twins))
         for name, why in prepared.items():
             if why:
                 print(f"{name}: {why}")
         names = [name for name, why in prepared.items() if not why]
         print(f"{len(names)} of {len(twins)} prepared, {time.perf_counter() - start:.0f} s")
-        if asked.compile_only or not names:
+        if arguments.compile_only or not names:
             return int(not names)
         sanitizer = find_sanitizer()
         banner = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
         version = (re.search(r"[Vv]ersion:? *([\d.]+)", banner) or ["", banner.strip()])[1]
         kinds = {each.kind for each in programs}
-        outcomes = found_before(version) if asked.resume else {tool: {} for tool in TOOLS}
+        outcomes = found_before(version) if arguments.resume else {tool: {} for tool in TOOLS}
         for chosen, together, limit in (
-            (kinds - set(ALONE), TOGETHER, asked.limit),
-            *(({kind}, 1, asked.alone) for kind in ALONE),
+            (kinds - set(ALONE), TOGETHER, arguments.limit),
+            *(({kind}, 1, arguments.alone) for kind in ALONE),
         ):
             work = list(jobs(names, chosen, together, outcomes))
-            call = partial(run, sanitizer, folder, asked.logs, limit)
-            with ThreadPoolExecutor(asked.jobs) as pool:
+            call = partial(run, sanitizer, folder, arguments.logs, limit)
+            with ThreadPoolExecutor(arguments.jobs) as pool:
                 tools = {pool.submit(call, job): job[0] for job in work}
                 for finished in as_completed(tools):
                     outcomes[tools[finished]].update(finished.result())

@@ -12,8 +12,8 @@ use `np` and `BROKEN` (0 or 1):
     report   a regular expression that the error about the broken twin matches; if there are several
              lines, it matches all. Without one there is no broken twin: the program is legal and
              must not be reported.
-    seeds    a number: the bug depends on the order of threads, and must be found with one of that
-             many seeds. By default, the default mode must find it.
+    seeds    a number n, default 1: at least one run with a seed below n must report the bug. A seed
+             selects the order of threads.
     missed   the reason why the broken twin is not reported, if that is known
 
 The report of a broken twin names file and line of every source line ending in `// <- reported`.

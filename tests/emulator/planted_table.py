@@ -37,7 +37,7 @@ class Row:
     alarms: int = 0
 
     def add(self, other: Row) -> None:
-        """The elementwise sum of two rows."""
+        """Adds the numbers of another row."""
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
@@ -48,7 +48,7 @@ class Row:
 
 
 def reported(planted: Planted, **options: object) -> bool:
-    """True if the broken twin is reported, and for the right reason."""
+    """True if the report on the broken twin matches all expressions of the file."""
     text = planted.run(True, **options).error
     return text is not None and all(re.search(each, text) for each in planted.reports)
 
@@ -116,7 +116,7 @@ def sanitizer_table() -> str:
 
 
 def main() -> int:
-    """Runs the whole suite."""
+    """Runs the suite, prints the tables and writes them into the document."""
     os.environ.setdefault("CUKIT_QUIET", "1")
     rows: defaultdict[str, Row] = defaultdict(Row)
     for planted in suite():

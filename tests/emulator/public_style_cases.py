@@ -1,7 +1,7 @@
 """Launches and expected results of the kernels in public_style/.
 
-A function of a file's name yields its cases: kernel, grid, block, arguments, and the expected value
-of each argument that the kernel writes, by its position.
+The function with the name of a file yields the cases of that file: kernel, grid, block, arguments,
+and the expected value of each argument that the kernel writes, by position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ Array = np.ndarray[Any, Any]
 
 
 class Case(NamedTuple):
-    """constants: values of device variables. rtol: tolerance for floats."""
+    """One launch.
+
+    expected: argument position -> value. constants: values of device variables. rtol: tolerance for
+    floats.
+    """
 
     entry: str
     grid: tuple[int, ...]
@@ -38,10 +42,12 @@ def integers(count: int, low: int = -50, high: int = 50, dtype: Any = np.int32) 
 
 
 def nan(*shape: int, dtype: Any = np.float32) -> Array:
+    """An output array of floats, initialised to NaN."""
     return np.full(shape, np.nan, dtype)
 
 
-def none(*shape: int, dtype: Any = np.int32) -> Array:
+def unset(*shape: int, dtype: Any = np.int32) -> Array:
+    """An output array of integers, initialised to 99."""
     return np.full(shape, 99, dtype)
 
 
@@ -70,7 +76,7 @@ def reductions() -> Iterator[Case]:
     yield Case("sum_shuffle", (2,), (96,), (x, zeros(1), n), {1: [x.sum()]}, rtol=1e-4)
     yield Case("max_of", (4,), (128,), (x, np.full(1, -np.inf, np.float32), n), {1: [x.max()]})
     rows = floats(3, 70)
-    yield Case("arg_max", (3,), (32,), (rows, none(3), 70), {1: rows.argmax(1)}, 32 * 8)
+    yield Case("arg_max", (3,), (32,), (rows, unset(3), 70), {1: rows.argmax(1)}, 32 * 8)
     y = floats(500, seed=1)
     yield Case("dot_product", (2,), (256,), (x, y, zeros(1), n), {2: [x @ y]}, rtol=1e-4)
     args = (rows, nan(3), nan(3), 3, 70)
@@ -89,7 +95,7 @@ def scans() -> Iterator[Case]:
     i = integers(250)
     padded = np.append(i, zeros(6, dtype=np.int32)).reshape(2, 128)
     within, sums = np.cumsum(padded, 1), padded.sum(1)
-    args = (i, none(250), none(2), 250)
+    args = (i, unset(250), unset(2), 250)
     yield Case("scan_warps", (2,), (128,), args, {1: within.ravel()[:250], 2: sums})
     data = within.ravel()[:250].astype(np.int32)
     args = (data.copy(), sums.astype(np.int32), 250)
@@ -99,15 +105,15 @@ def scans() -> Iterator[Case]:
     for at, (value, head) in enumerate(zip(i[:64], heads, strict=True)):
         total = int(value) + (0 if head or at % 32 == 0 else total)
         runs.append(total)
-    yield Case("segmented_scan", (1,), (64,), (i[:64].copy(), heads, none(64)), {2: runs})
+    yield Case("segmented_scan", (1,), (64,), (i[:64].copy(), heads, unset(64)), {2: runs})
     few = integers(32)
     kept = few[few > 0]
-    args = (few, none(32), zeros(1, dtype=np.int32), 32)
+    args = (few, unset(32), zeros(1, dtype=np.int32), 32)
     yield Case(
         "compact", (1,), (32,), args, {1: np.append(kept, [99] * (32 - len(kept))), 2: [len(kept)]}
     )
     r = integers(200, 0, 3)
-    yield Case("run_heads", (2,), (128,), (r, none(200), 200), {1: np.append(1, np.diff(r) != 0)})
+    yield Case("run_heads", (2,), (128,), (r, unset(200), 200), {1: np.append(1, np.diff(r) != 0)})
 
 
 def elementwise() -> Iterator[Case]:
@@ -137,7 +143,7 @@ def elementwise() -> Iterator[Case]:
     yield Case("complex_multiply", grid, block, (a, c, nan(n, 2), n), expected, rtol=1e-4)
     q = np.clip(np.rint(x / np.float32(0.01)), -127, 127)
     yield Case(
-        "quantize_int8", grid, block, (x, none(n, dtype=np.int8), np.float32(0.01), n), {1: q}
+        "quantize_int8", grid, block, (x, unset(n, dtype=np.int8), np.float32(0.01), n), {1: q}
     )
     words = np.random.default_rng(3).integers(0, 2**32, 40, dtype=np.uint32)
     nibbles = (words[:, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).astype(int) - 8
@@ -150,10 +156,10 @@ def elementwise() -> Iterator[Case]:
         inside = z.real**2 + z.imag**2 < 4
         counts += inside
         z = np.where(inside, z * z + where, z)
-    yield Case("mandelbrot", (2, 2), (16, 8), (none(h, w), w, h, 30), {0: counts})
+    yield Case("mandelbrot", (2, 2), (16, 8), (unset(h, w), w, h, 30), {0: counts})
     rgb = integers(300, 0, 256, np.uint8).reshape(100, 3)
     gray = (rgb.astype(int) @ [77, 150, 29]) >> 8
-    yield Case("gray", (1,), (128,), (rgb, none(100, dtype=np.uint8), 100), {1: gray})
+    yield Case("gray", (1,), (128,), (rgb, unset(100, dtype=np.uint8), 100), {1: gray})
     p, grad, m, v = floats(n), floats(n, seed=4), floats(n, seed=5), floats(n, seed=6) ** 2
     m1, v1 = 0.9 * m + 0.1 * grad, 0.99 * v + 0.01 * grad**2
     new = p - 0.1 * (m1 / (1 - 0.9**3) / (np.sqrt(v1 / (1 - 0.99**3)) + 1e-6) + 0.01 * p)
@@ -175,7 +181,7 @@ def elementwise() -> Iterator[Case]:
         + (u >> 28)
         for i, u in enumerate(map(int, bits))
     ]
-    yield Case("bit_tricks", (1,), (32,), (bits, none(3), 3), {1: result})
+    yield Case("bit_tricks", (1,), (32,), (bits, unset(3), 3), {1: result})
 
 
 def transposes() -> Iterator[Case]:
@@ -200,7 +206,7 @@ def transposes() -> Iterator[Case]:
 def stencils() -> Iterator[Case]:
     i = integers(134)
     sums = np.convolve(i, np.ones(7, int), "valid")
-    yield Case("stencil_1d", (2,), (64,), (i, none(128), 128), {1: sums})
+    yield Case("stencil_1d", (2,), (64,), (i, unset(128), 128), {1: sums})
     f = floats(50)
     d = 0.5 * f + sum(2.0 ** -(r + 1) * (np.roll(f, -r) - np.roll(f, r)) for r in (1, 2, 3))
     yield Case("derivative", (1,), (64,), (f, nan(50), 50), {1: d}, rtol=1e-4)
@@ -229,7 +235,7 @@ def stencils() -> Iterator[Case]:
     shifts = [(a, b) for a in (-1, 0, 1) for b in (-1, 0, 1) if (a, b) != (0, 0)]
     alive = np.sum([np.roll(board, s, (0, 1)).astype(int) for s in shifts], 0)
     life = (alive == 3) | ((alive == 2) & (board == 1))
-    yield Case("life", (1,), (64,), (board, none(10, 12, dtype=np.uint8), 12, 10), {1: life})
+    yield Case("life", (1,), (64,), (board, unset(10, 12, dtype=np.uint8), 12, 10), {1: life})
     planes = floats(2, 6, 8)
     pooled = planes.reshape(2, 3, 2, 4, 2).max((2, 4))
     yield Case("max_pool", (1,), (32,), (planes, nan(2, 3, 4), 2, 6, 8), {1: pooled})
@@ -249,7 +255,7 @@ def histograms() -> Iterator[Case]:
         yield Case(name, (4,), (128,), (x, zeros(64, dtype=np.uint32), 500), {1: bins}, 4 * 64 * 4)
     experts = integers(70, 0, 9)
     counts = np.bincount(experts, minlength=9)
-    args = (experts, none(9), none(9), 70, 9)
+    args = (experts, unset(9), unset(9), 70, 9)
     expected = {1: counts, 2: np.cumsum(counts) - counts}
     yield Case("expert_counts", (1,), (64,), args, expected, 36)
 
@@ -302,8 +308,8 @@ def matmuls() -> Iterator[Case]:
     ia = integers(16 * 32, -20, 20, np.int8).reshape(16, 32)
     ib = integers(32 * 16, -9, 9, np.int8).reshape(32, 16)
     exact = ia.astype(int) @ ib.astype(int)
-    yield Case("wmma_int8", (1,), (32,), (ia, ib, none(16, 16), 32), {2: exact})
-    args = (ia, ib.T.copy(), none(16, 16), 16, 8)
+    yield Case("wmma_int8", (1,), (32,), (ia, ib, unset(16, 16), 32), {2: exact})
+    args = (ia, ib.T.copy(), unset(16, 16), 16, 8)
     yield Case("dot_int8", (2,), (128,), args, {2: exact})
 
 
@@ -316,42 +322,42 @@ def sorts() -> Iterator[Case]:
     unsigned = integers(128, 0, 256, np.uint32)
     yield Case("radix_split", (1,), (128,), (unsigned.copy(), 8), {0: np.sort(unsigned)})
     a, b = np.sort(keys[:50]), np.sort(keys[50:110])
-    args: tuple[Any, ...] = (a, 50, b, 60, none(110))
+    args: tuple[Any, ...] = (a, 50, b, 60, unset(110))
     yield Case("merge_by_rank", (1,), (64,), args, {4: np.sort(keys[:110])})
     rows = floats(2, 90)
     order = np.argsort(-rows, 1)[:, :3]
-    args = (rows, nan(2, 3), none(2, 3), 90)
+    args = (rows, nan(2, 3), unset(2, 3), 90)
     expected = {1: np.take_along_axis(rows, order, 1), 2: order}
     yield Case("top_k<3>", (2,), (32,), args, expected)
 
 
 def groups() -> Iterator[Case]:
     i = integers(128)
-    yield Case("tile_sums", (2,), (64,), (i, none(8)), {1: i.reshape(8, 16).sum(1)})
+    yield Case("tile_sums", (2,), (64,), (i, unset(8)), {1: i.reshape(8, 16).sum(1)})
     x = floats(128)
     yield Case("block_sum", (1,), (128,), (x, nan(1)), {1: [x.sum()]}, rtol=1e-4)
     kept = i[:32][i[:32] > 0]
-    args = (none(32), zeros(1, dtype=np.int32), i[:32].copy(), 32)
+    args = (unset(32), zeros(1, dtype=np.int32), i[:32].copy(), 32)
     kept_first = np.append(kept, [99] * (32 - len(kept)))
     yield Case("filter_aggregated", (1,), (32,), args, {0: kept_first, 1: [len(kept)]})
     within = np.cumsum(i[:64].reshape(8, 8), 1)
-    args = (i[:64].copy(), none(64), none(64))
+    args = (i[:64].copy(), unset(64), unset(64))
     before = (within - i[:64].reshape(8, 8)).ravel()
     yield Case("tile_scan", (1,), (64,), args, {1: within.ravel(), 2: before})
     few = i[:32].copy()
     even = np.where(few % 2 == 0, few[few % 2 == 0].sum(), few[few % 2 != 0].sum())
-    yield Case("even_odd", (1,), (32,), (few, none(32)), {1: even})
+    yield Case("even_odd", (1,), (32,), (few, unset(32)), {1: even})
     positive = np.abs(floats(300)) + 1
     args = (positive.copy(), zeros(1), 300)
     yield Case("grid_normalize", (3,), (64,), args, {0: positive / positive.sum()}, rtol=1e-4)
     tiles = i.reshape(2, 64)
-    yield Case("staged_copy", (1,), (64,), (i, none(2, 64), 2), {1: tiles[:, ::-1]}, 256)
+    yield Case("staged_copy", (1,), (64,), (i, unset(2, 64), 2), {1: tiles[:, ::-1]}, 256)
     quads = few.reshape(8, 4)
     up = quads > 0
     ballots = (up * [1, 2, 4, 8]).sum(1) | (quads > 5).any(1) << 8 | up.all(1) << 9
     neighbours = quads[:, [1, 0, 3, 2]].astype(np.uint32) << 16
     votes = ballots[:, None].astype(np.uint32) | neighbours
-    yield Case("tile_votes", (1,), (32,), (few, none(32, dtype=np.uint32)), {1: votes.ravel()})
+    yield Case("tile_votes", (1,), (32,), (few, unset(32, dtype=np.uint32)), {1: votes.ravel()})
 
 
 def asynchronous() -> Iterator[Case]:
@@ -360,7 +366,7 @@ def asynchronous() -> Iterator[Case]:
     y[..., 0] += 1
     yield Case("primitive_pipeline", (1,), (64,), (x, nan(4, 64, 4), 4), {1: y})
     i = integers(192).reshape(3, 64)
-    args = (i, none(3, 64), 3)
+    args = (i, unset(3, 64), 3)
     yield Case("block_pipeline", (1,), (64,), args, {1: np.roll(i, -1, 1)}, 512)
     yield Case(
         "thread_pipeline",
@@ -369,16 +375,16 @@ def asynchronous() -> Iterator[Case]:
         (x.ravel()[:128].copy(), nan(128)),
         {1: 2 * x.ravel()[:128]},
     )
-    yield Case("split_barrier", (1,), (64,), (i, none(64), 3), {1: (i - i[:, ::-1]).sum(0)})
+    yield Case("split_barrier", (1,), (64,), (i, unset(64), 3), {1: (i - i[:, ::-1]).sum(0)})
     f = floats(5, 32)
     yield Case("producer_consumer", (1,), (64,), (f, nan(5, 32), 5), {1: 3 * f[:, ::-1]})
 
 
 def libraries() -> Iterator[Case]:
     i = integers(256)
-    yield Case("cub_sum<64, 4>", (1,), (64,), (i, none(1)), {1: [i.sum()]})
+    yield Case("cub_sum<64, 4>", (1,), (64,), (i, unset(1)), {1: [i.sum()]})
     scanned = np.append(0, np.cumsum(i))
-    yield Case("cub_scan<64, 4>", (1,), (64,), (i, none(257)), {1: scanned})
+    yield Case("cub_scan<64, 4>", (1,), (64,), (i, unset(257)), {1: scanned})
     keys, values = integers(128, 0, 40, np.uint32), np.arange(128, dtype=np.int32)
     order = np.argsort(keys, kind="stable")
     expected: dict[int, Any] = {0: keys[order], 1: order}
@@ -387,18 +393,21 @@ def libraries() -> Iterator[Case]:
     args: tuple[Any, ...] = (x, nan(4), nan(4, 32))
     yield Case("cub_warp", (1,), (128,), args, {1: x.max(1), 2: np.cumsum(x, 1)}, rtol=1e-3)
     yield Case(
-        "device_atomics", (1,), (64,), (none(1), none(1, dtype=np.uint32)), {0: [99 + 128], 1: [99]}
+        "device_atomics",
+        (1,),
+        (64,),
+        (unset(1), unset(1, dtype=np.uint32)),
+        {0: [99 + 128], 1: [99]},
     )
-    first = np.full(1, np.uint32(0x6627E8D5))
-    args = (none(4, dtype=np.uint32), nan(1), np.uint64(0), np.uint64(0))
-    four = [first[0], 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # from Random123's known answers
+    args = (unset(4, dtype=np.uint32), nan(1), np.uint64(0), np.uint64(0))
+    four = [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]  # from Random123's known answers
     yield Case("philox_numbers", (1,), (1,), args, {0: four})
 
 
 def inline_ptx() -> Iterator[Case]:
     lane = np.arange(64) % 32
     registers = lane + 100 * (np.arange(64) // 32) + 10000 * lane
-    yield Case("special_registers", (1,), (64,), (none(64, dtype=np.uint32),), {0: registers})
+    yield Case("special_registers", (1,), (64,), (unset(64, dtype=np.uint32),), {0: registers})
     u = np.random.default_rng(1).integers(0, 2**32, 32, dtype=np.uint32)
     field = u >> 4 & 0xFF
     sign = u.view(np.int32) >> 28
@@ -410,14 +419,14 @@ def inline_ptx() -> Iterator[Case]:
         + three * np.uint32(7)
         + u.byteswap()
     )
-    yield Case("bit_fields", (1,), (32,), (u, none(32, dtype=np.uint32)), {1: result})
+    yield Case("bit_fields", (1,), (32,), (u, unset(32, dtype=np.uint32)), {1: result})
     a, b = floats(32), floats(32, seed=1)
     total = a * b + 1.5 + np.exp2(a) + np.maximum(a, b) + 1
     yield Case("arithmetic", (1,), (32,), (a, b, nan(32)), {2: total})
     v = u[::-1].copy()
     wide = u.astype(np.uint64) * v
     carry = (wide & 0xFFFFFFFF) * 3 + (wide >> 32) & 0xFFFFFFFF
-    args = (u, v, none(32, dtype=np.uint64), none(32, dtype=np.uint32))
+    args = (u, v, unset(32, dtype=np.uint64), unset(32, dtype=np.uint32))
     yield Case("multiply_wide", (1,), (32,), args, {2: wide, 3: carry})
     x = floats(32, 4)
     args = (x, nan(32, 4), zeros(2, dtype=np.int32))
@@ -425,17 +434,17 @@ def inline_ptx() -> Iterator[Case]:
     i = integers(32)
     t = np.arange(32)
     loaded = i[(t + 30) % 31 + 1]
-    args = (i, none(32))
+    args = (i, unset(32))
     yield Case("shared_instructions", (1,), (32,), args, {1: loaded * 100 + loaded[t ^ 1]})
     pairs = floats(32, 2)
     packed = pairs.astype(np.float16).view(np.uint32).ravel()
-    args = (pairs, none(32, dtype=np.uint32), none(32))
+    args = (pairs, unset(32, dtype=np.uint32), unset(32))
     yield Case("convert_pairs", (1,), (32,), args, {1: packed, 2: np.rint(pairs[:, 0])})
     ha, hb = floats(16, 16).astype(np.float16), floats(16, 8, seed=1).astype(np.float16)
     product = ha.astype(np.float32) @ hb.astype(np.float32)
     yield Case("tensor_core_tile", (1,), (32,), (ha, hb, nan(16, 8)), {2: product}, rtol=1e-3)
-    yield Case("mbarrier_wait_loop", (1,), (32,), (i, none(32)), {1: i[::-1]})
-    args = (zeros(1, dtype=np.int32), none(32), none(32))
+    yield Case("mbarrier_wait_loop", (1,), (32,), (i, unset(32)), {1: i[::-1]})
+    args = (zeros(1, dtype=np.int32), unset(32), unset(32))
     yield Case("release_acquire", (2,), (32,), args, {2: 5 * t})
 
 
@@ -470,7 +479,7 @@ def programs() -> Iterator[Case]:
     while len(numbers) < 12:
         numbers.append(numbers[-1] + numbers[-2])
     expected = [numbers[t % 12] + 3 for t in range(32)]
-    yield Case("recursion", (1,), (32,), (none(32),), {0: expected})
+    yield Case("recursion", (1,), (32,), (unset(32),), {0: expected})
     affine = np.array([(2, 1)], "f4,f4").view(np.dtype((np.void, 8)))
     args = (f.copy(), 300, affine)
     yield Case("map_with<Affine>", (3,), (128,), args, {0: 2 * f + 1})
@@ -484,7 +493,7 @@ def programs() -> Iterator[Case]:
     points, centers = floats(50, 2), floats(3, 2, seed=1)
     nearest = ((points[:, None] - centers) ** 2).sum(2).argmin(1)
     sums = np.stack([points[nearest == c].sum(0) for c in range(3)])
-    args = (points, centers, none(50), zeros(3, 2), zeros(3, dtype=np.int32), 50, 3)
+    args = (points, centers, unset(50), zeros(3, 2), zeros(3, dtype=np.int32), 50, 3)
     counts = np.bincount(nearest, minlength=3)
     expected = {2: nearest, 3: sums, 4: counts}  # type: ignore[assignment]
     yield Case("nearest", (1,), (64,), args, expected, 24, rtol=1e-3)  # type: ignore[arg-type]

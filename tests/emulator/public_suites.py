@@ -96,7 +96,7 @@ SUITES: dict[str, tuple[Callable[[Path], Iterator[Program]], Callable[..., None]
 
 
 def first_report(suite: str, seeds: int, program: Program) -> str:
-    """The first words of the report; "" without a report; "!" and the reason if it did not run."""
+    """The start of the first report; "" without a report; "!" and the reason if it did not run."""
     for seed in range(seeds):
         try:
             SUITES[suite][1](program.path, seed=seed, **OPTIONS)

@@ -56,8 +56,8 @@ def _attention(rng: Rng) -> list[Any]:
 def _append(rng: Rng) -> Arguments:
     q, k, v, *caches = _rows(rng, (5, 3, 32), (5, 1, 32), (5, 1, 16), (3, 4, 1, 32), (3, 4, 1, 16))
     cos, sin = rng.standard_normal((2, 7, 8)).astype(np.float32)
-    turning = {"q": q, "cos": cos, "sin": sin, "position_ids": np.arange(5, dtype=np.int32)}
-    return (k, v, *caches, np.array([3, 0, -1, 11, 6])), turning
+    rotary = {"q": q, "cos": cos, "sin": sin, "position_ids": np.arange(5, dtype=np.int32)}
+    return (k, v, *caches, np.array([3, 0, -1, 11, 6])), rotary
 
 
 def _pack(rng: Rng) -> Arguments:
@@ -372,7 +372,7 @@ def _quantized(rng: Rng) -> Any:
 
 
 def _slides(rng: Rng) -> Arguments:
-    """Closes gaps of several sizes, in memory of more than one thread block."""
+    """Closes gaps of several sizes; the moves take several thread blocks."""
     memory = rng.integers(0, 256, 150_000).astype(np.uint8)
     moves = [(0, 16, 70_000), (70_000, 70_512, 30_000), (100_016, 110_000, 33_024)]
     return (memory, moves), {}
@@ -484,7 +484,10 @@ SAMPLES: dict[str, Callable[[Rng], Arguments]] = {
     "memory_write": lambda rng: (_writes(rng), {"keep": True}),
     "memory_write_backward": _write_backward,
     "graph_diffusion": lambda rng: (_graph(rng)[1:], {"steps": 2}),
-    "graph_diffusion_backward": lambda rng: (_graph(rng), {"steps": 2, "method": "heat"}),
+    "graph_diffusion_backward": lambda rng: (
+        _graph(rng),
+        {"steps": 2, "method": "heat", "values": True},
+    ),
     "gated_scan": lambda rng: (_scan(rng)[:4], {"initial_state": _scan(rng)[4]}),
     "gated_scan_backward": _scan_backward,
     "gated_scan_step": lambda rng: ((_scan(rng)[4], *(a[:, 0].copy() for a in _scan(rng)[:4])), {}),
@@ -589,9 +592,9 @@ def run(
 ) -> list[np.ndarray[Any, Any]]:
     """Results of the op's sample, or of its reference (in float64 where `wide`), on the host."""
     args, options = SAMPLES[op.name](np.random.default_rng(5))
-    if reference and op.name in ("quantize", "dequantize"):  # on the CPU, bitwise equal
+    if reference and op.name in ("quantize", "dequantize"):  # the CPU's results are bitwise equal
         return [array.astype(np.float64) for array in _flat(op.function(*args, **options))]
-    if reference and op.name == "adaptive_depth_backward":  # which calls the layers itself
+    if reference and op.name == "adaptive_depth_backward":  # recomputes the layers
         (x, weights, depth, activation), _ = _adaptive_depth(np.random.default_rng(5))
         args = (args[0], x, weights, depth, activation)
     if wide and not any(isinstance(value, QuantizedArray) for value in args):

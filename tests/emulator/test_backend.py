@@ -65,7 +65,7 @@ def test_the_previous_backend_is_restored_after_the_block():
     assert core_backend.active is before
 
 
-def test_the_environment_chooses():
+def test_settings_are_read_from_the_environment():
     environment = {"CUKIT_EMULATOR_ARCH": "sm_80", "CUKIT_EMULATOR_SEED": "7"}
     assert settings_from(environment) == Settings(arch="sm_80", seed=7)
     environment["CUKIT_EMULATOR_GLOBAL_RACES"] = "1"
@@ -75,7 +75,7 @@ def test_the_environment_chooses():
     assert settings_from({"CUKIT_EMULATOR_CHECK": "0"}).checked is False
 
 
-def test_the_environment_switches_it_on():
+def test_the_environment_selects_the_emulator():
     code = "from cukit.core import backend; print(backend.active.device.name)"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -96,14 +96,17 @@ def test_the_environment_switches_it_on():
         ("emulator", {"seed": -1}, "0 or more"),
     ],
 )
-def test_an_invalid_choice_is_named(name, options, message):
+def test_invalid_backends_and_options_are_named(name, options, message):
     with pytest.raises(ConfigError, match=message), cukit.backend(name, **options):
         pass
 
 
 def test_an_invalid_number_in_the_environment_is_named():
-    with pytest.raises(ConfigError, match="CUKIT_EMULATOR_SEED must be a number, got 'x'"):
+    with pytest.raises(ConfigError, match="CUKIT_EMULATOR_SEED must be an integer, got 'x'"):
         settings_from({"CUKIT_EMULATOR_SEED": "x"})
+    with pytest.raises(ConfigError, match="CUKIT_EMULATOR_PATIENCE must be a number, got 'x'"):
+        settings_from({"CUKIT_EMULATOR_PATIENCE": "x"})
+    assert settings_from({"CUKIT_EMULATOR_PATIENCE": "0.5"}).patience == 0.5
 
 
 @pytest.mark.emulator
@@ -116,7 +119,7 @@ def test_arrays_of_the_caller_are_read_and_written(copy_kernel, checked):
 
 
 @pytest.mark.emulator
-def test_a_list_that_does_not_fit_is_rejected(copy_kernel):
+def test_mismatched_arguments_are_rejected(copy_kernel):
     x = np.zeros(4, np.float32)
     with cukit.backend("emulator"):
         kernel = load_kernel(copy_kernel)
@@ -127,7 +130,7 @@ def test_a_list_that_does_not_fit_is_rejected(copy_kernel):
 
 
 @pytest.mark.emulator
-def test_arrays_behind_pointers_have_to_be_named(tmp_path):
+def test_arrays_behind_pointers_must_be_declared_reachable(tmp_path):
     (tmp_path / "table.cu").write_text(
         '#include "common/platform.cuh"\n'
         'extern "C" __global__ void table(float* const* rows) { rows[1][threadIdx.x] = 1.0f; }\n'
@@ -151,7 +154,7 @@ def test_read_only_arrays_are_not_written(copy_kernel):
 
 
 @pytest.mark.emulator
-def test_any_edit_recompiles(copy_kernel):
+def test_edits_and_options_recompile(copy_kernel):
     first = build_kernel(copy_kernel, "sm_90", True, False).library
     assert build_kernel(copy_kernel, "sm_90", True, False).library == first
     assert build_kernel(copy_kernel, "sm_80", True, False).library != first
@@ -163,7 +166,7 @@ def test_any_edit_recompiles(copy_kernel):
 
 @pytest.mark.emulator
 @pytest.mark.slow
-def test_any_group_of_the_runtimes_sources_may_be_compiled_as_one(tmp_path):
+def test_the_sources_of_the_runtime_compile_as_one_unit(tmp_path):
     (unit,) = runtime_units(1)
     source = tmp_path / "all.cpp"
     source.write_text("".join(f'#include "{path}"\n' for path in unit))
@@ -173,7 +176,7 @@ def test_any_group_of_the_runtimes_sources_may_be_compiled_as_one(tmp_path):
 
 @pytest.mark.emulator
 def test_concurrent_builds_of_a_kernel_wait_for_the_first(copy_kernel, monkeypatch):
-    build_kernel(copy_kernel, "sm_80", True, False)  # from here on the prelude is cached
+    build_kernel(copy_kernel, "sm_80", True, False)  # from now on the prelude is cached
     compiled = []
 
     def run(compiler: Compiler, arguments: list[str], what: str) -> str:
@@ -205,24 +208,24 @@ print(out.sum())
 
 @pytest.mark.slow
 @pytest.mark.emulator
-def test_a_fresh_cache_shared_by_processes_and_damaged_later(copy_kernel, kernel_cache):
+def test_processes_share_a_cache_and_repair_it(copy_kernel, kernel_cache):
     """Three processes fill one cache; then every file in it is truncated, and a fourth process
     repairs it."""
 
-    def use_it() -> subprocess.CompletedProcess[str]:
+    def run_process() -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", FIRST_USE, copy_kernel.source]
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
     with ThreadPoolExecutor(3) as pool:
-        done = [task.result() for task in [pool.submit(use_it) for _ in range(3)]]
+        done = [task.result() for task in [pool.submit(run_process) for _ in range(3)]]
     for number, path in enumerate(sorted((kernel_cache / "emulator").iterdir())):
         path.write_bytes(path.read_bytes()[: 1000 * (number % 2)])
-    for process in (*done, use_it()):
+    for process in (*done, run_process()):
         assert process.stdout.strip() == "8.0", process.stderr
 
 
 @pytest.mark.emulator
-def test_an_instruction_without_a_body_for_the_cpu_is_named(tmp_path):
+def test_an_instruction_that_is_not_emulated_is_named(tmp_path):
     (tmp_path / "odd.cu").write_text(
         '#include "common/platform.cuh"\n'
         'extern "C" __global__ void odd(float* out) {\n  asm volatile("nanosleep.u32 1;");\n}\n'
@@ -238,7 +241,7 @@ def test_an_instruction_without_a_body_for_the_cpu_is_named(tmp_path):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_every_instruction_in_the_tree_has_a_body_for_the_cpu(tmp_path, arch):
+def test_every_header_of_instructions_compiles_for_the_cpu(tmp_path, arch):
     headers = sorted((kernels_root() / "common" / "ptx").glob("*.cuh"))
     includes = "".join(f'#include "common/ptx/{header.name}"\n' for header in headers)
     (tmp_path / "all.cu").write_text(
@@ -249,7 +252,7 @@ def test_every_instruction_in_the_tree_has_a_body_for_the_cpu(tmp_path, arch):
 
 
 @pytest.mark.emulator
-def test_a_thread_that_polls_forever_ends_the_launch(tmp_path):
+def test_endless_polling_ends_the_launch(tmp_path):
     (tmp_path / "spin.cu").write_text(
         '#include "common/platform.cuh"\n'
         'extern "C" __global__ void spin(unsigned* flag) {\n'
@@ -266,7 +269,7 @@ def test_a_thread_that_polls_forever_ends_the_launch(tmp_path):
 
 @pytest.mark.emulator
 def test_a_thread_may_poll_for_as_long_as_another_block_computes(tmp_path):
-    """Meanwhile, the computing block writes nothing that the polling thread could read."""
+    """The computing block writes only to memory that the polling thread does not read."""
     (tmp_path / "relay.cu").write_text(
         '#include "common/platform.cuh"\n'
         'extern "C" __global__ void relay(int* flag, unsigned* out) {\n'
@@ -289,3 +292,23 @@ def test_a_thread_may_poll_for_as_long_as_another_block_computes(tmp_path):
     with cukit.backend("emulator", patience=0.05, threads=2):
         load_kernel(spec)((2,), (np.zeros(1, np.int32), out))
     assert out[0] != 0
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("polling", [0, 1])
+def test_a_thread_may_poll_until_the_other_block_of_its_cluster_writes(tmp_path, polling):
+    (tmp_path / "pair.cu").write_text(
+        '#include "common/platform.cuh"\n'
+        'extern "C" __global__ void __cluster_dims__(2) pair(int* flag, int polling) {\n'
+        "  if (blockIdx.x == polling) {\n"
+        "    while (atomicAdd(flag, 0) == 0) __nanosleep(100);\n"
+        "  } else {\n"
+        "    atomicExch(flag, 1);\n"
+        "  }\n"
+        "}\n"
+    )
+    spec = KernelSpec(str(tmp_path / "pair.cu"), "pair", (), 1)
+    flag = np.zeros(1, np.int32)
+    with cukit.backend("emulator", patience=0.2):
+        load_kernel(spec)((2,), (flag, np.int32(polling)))
+    assert flag[0] == 1

@@ -1,4 +1,4 @@
-"""Other projects' programs: what check_kernel compiles and launches, and its errors."""
+"""check_kernel: programs of other projects, as it compiles and launches them, and its errors."""
 
 from __future__ import annotations
 
@@ -60,15 +60,31 @@ __global__ void sums(const float* x, float* y) {
 
 
 @emulator
-def test_directed_rounding_of_sums_that_double_does_not_hold() -> None:
+def test_directed_rounding_of_sums_beyond_double_precision() -> None:
     x, y = np.array([1e30, 1e-30], np.float32), np.zeros(8, np.float32)
     cukit.check_kernel(DIRECTED, "sums", grid=1, block=1, args=(x, y))
     below, above = (np.nextafter(x[0], np.float32(to)) for to in (0, np.inf))
     assert y.tolist() == [below, above, x[0], below, below, x[0], above, -below]
 
 
+INFINITE = """
+__global__ void sums(const float* x, float* y) {
+  y[0] = __fadd_rd(x[0], 1.0f), y[1] = __fmul_rz(-x[0], 1.0f), y[2] = __fsub_ru(-x[0], 1.0f);
+  y[3] = __fmul_rz(x[1], x[1]), y[4] = __fadd_rd(x[2], 1.0f);
+}
+"""
+
+
 @emulator
-def test_instances_of_templates() -> None:
+def test_directed_rounding_of_infinities_and_overflow() -> None:
+    x, y = np.array([np.inf, 3e38, np.nan], np.float32), np.zeros(5, np.float32)
+    cukit.check_kernel(INFINITE, "sums", grid=1, block=1, args=(x, y))
+    largest = np.finfo(np.float32).max
+    np.testing.assert_array_equal(y, [np.inf, -np.inf, -np.inf, largest, np.nan])
+
+
+@emulator
+def test_template_instances_are_launched() -> None:
     x = np.zeros(6, np.float64)
     check("fill<double>", x, np.float64(2.5))
     assert (x == 2.5).all()
@@ -99,7 +115,7 @@ def test_invalid_calls_are_rejected(
 
 
 @emulator
-def test_headers_beside_the_file_and_in_folders(tmp_path: Path) -> None:
+def test_headers_are_found_beside_the_file_and_in_include_folders(tmp_path: Path) -> None:
     (tmp_path / "near.h").write_text(
         '#pragma once\n#include "far.h"\nDEVICE int one() { return ONE; }'
     )

@@ -34,10 +34,11 @@ def emulated_cupy() -> Iterator[Any]:
         yield module
 
 
-def test_raw_kernels(cp: Any) -> None:
+def test_raw_kernels_are_launched_and_checked(cp: Any) -> None:
     a = cp.arange(100, dtype=cp.float32)
     out = cp.empty(100, cp.float32)
-    assert bool(cp.isnan(out).all()), "unwritten elements are NaN"
+    for unwritten in (out, cp.empty((3, 5), cp.float32, order="F")):
+        assert bool(cp.isnan(unwritten).all()), "unwritten elements are NaN"
     add = cp.RawKernel(ADD, "add")
     add((4,), (32,), (a, 2 * a, out, a.size))
     assert (out == 3 * a).all()
@@ -58,7 +59,7 @@ def test_arguments_that_a_gpu_cannot_access_are_rejected(cp: Any) -> None:
     add((1,), (4,), (x.data.ptr, x, x, 4))
 
 
-def test_raw_modules_with_templates_and_variables(cp: Any) -> None:
+def test_raw_modules_have_templates_and_variables(cp: Any) -> None:
     module = cp.RawModule(
         code="__constant__ float c[3];\n"
         "template <typename T> __global__ void mul(T* x) { x[threadIdx.x] *= c[threadIdx.x]; }",
@@ -70,7 +71,7 @@ def test_raw_modules_with_templates_and_variables(cp: Any) -> None:
     assert x.tolist() == [0, 1, 2]
 
 
-def test_elementwise_kernels(cp: Any) -> None:
+def test_elementwise_kernels_equal_numpy(cp: Any) -> None:
     blend = cp.ElementwiseKernel(
         "T x, raw T y, float32 w", "T z", "z = w * x + twice(y[_ind.size() - 1 - i])", "blend",
         preamble="template <typename T> __device__ T twice(T v) { return v + v; }",
@@ -86,7 +87,7 @@ def test_elementwise_kernels(cp: Any) -> None:
         overrun(x, y)
 
 
-def test_reduction_kernels(cp: Any) -> None:
+def test_reduction_kernels_equal_numpy(cp: Any) -> None:
     norm = cp.ReductionKernel("T x", "T y", "x * x", "a + b", "y = sqrt(a)", "0", "norm")
     x = cp.arange(24, dtype=cp.float32).reshape(2, 3, 4)
     np.testing.assert_allclose(norm(x), np.linalg.norm(x.get()), rtol=1e-6)
@@ -95,7 +96,7 @@ def test_reduction_kernels(cp: Any) -> None:
     assert norm(x, axis=1, keepdims=True).shape == (2, 1, 4)
 
 
-def test_unsupported_instructions_are_reported(cp: Any) -> None:
+def test_unsupported_features_of_cupy_are_reported(cp: Any) -> None:
     with pytest.raises(NotImplementedError, match=r"cupy\.cuda\.Graph is not emulated"):
         cp.cuda.Graph()
     with pytest.raises(NotImplementedError, match="compiled code"):
@@ -132,12 +133,12 @@ def test_reverse():
 
 
 @pytest.mark.parametrize("barrier", [True, False])
-def test_the_plugin_finds_the_race_in_a_suite(tmp_path: Path, barrier: bool) -> None:
+def test_the_pytest_plugin_reports_a_race(tmp_path: Path, barrier: bool) -> None:
     sync = "__syncthreads();" if barrier else "__syncwarp();"
     (tmp_path / "test_reverse.py").write_text(SUITE.replace("SYNC", sync))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--cukit-emulate"]
     if not any(each.value == PLUGIN for each in entry_points(group="pytest11")):
-        command += ["-p", PLUGIN]  # an installation older than the plugin
+        command += ["-p", PLUGIN]  # the installed version is older than the plugin
     result = subprocess.run(
         command,
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""Errors that would end or block the process end the launch; uninitialised values are visible."""
+"""Crashes, endless loops and Ctrl-C end the launch only; uninitialised values show in results."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ extern "C" __global__ void spin(const float* x, float* out) {
   out[0] = 1.0f;
 }
 extern "C" __global__ void hold(const float* x, float* out) {
-  volatile float* shown = out;
-  const volatile float* asked = x;
-  shown[1] = 1.0f;
-  while (asked[1] == 1.0f) {
+  volatile float* results = out;
+  const volatile float* inputs = x;
+  results[1] = 1.0f;
+  while (inputs[1] == 1.0f) {
   }
-  shown[0] = 1.0f;
+  results[0] = 1.0f;
 }
 extern "C" __global__ void sum(const float* x, float* out) {
   float total;
@@ -76,7 +76,7 @@ def launch_here(source: str, entry: str, threads: int = 32) -> np.ndarray:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("checked", [True, False])
-def test_the_launch_after_a_crash_works(source, checked):
+def test_launches_work_after_a_crash(source, checked):
     before = {number: signal.getsignal(number) for number in (signal.SIGSEGV, signal.SIGINT)}
     for _ in range(3):
         with pytest.raises(EmulatorError, match=r"thread \(0, 0, 0\) at .*guards\.cu:9"):
@@ -97,12 +97,41 @@ def test_a_crash_in_one_thread_does_not_affect_others(source):
             results.append("wild pointer" in str(error))
 
     threads = [threading.Thread(target=run, args=(e,)) for e in ("crash", "copy") * 3]
-    with cukit.backend("emulator", checked=False):  # per process: chosen once
+    with cukit.backend("emulator", checked=False):  # for all threads of the process
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert sorted(map(float, results)) == [1.0] * 3 + [32.0] * 3
+
+
+URGENT = """
+import os, signal, sys, threading
+sys.path.insert(0, {root!r})
+from cukit.errors import EmulatorError
+from tests.emulator.test_guards import launch
+launch({source!r}, "copy")
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGURG)).start()
+try:
+    launch({source!r}, "spin", patience=2)
+except EmulatorError as error:
+    print("ended:", error)
+"""
+
+
+@pytest.mark.emulator
+def test_an_endless_loop_is_ended_despite_a_foreign_sigurg(source):
+    """The emulator's timer uses the same signal, which is ignored by default."""
+    code = URGENT.format(root=str(ROOT), source=source)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "CUKIT_QUIET": "1"},
+    )
+    assert done.stdout.startswith("ended: "), done.stderr
+    assert "no progress" in done.stdout
 
 
 INTERRUPTED = """
@@ -134,7 +163,7 @@ def test_ctrl_c_ends_a_launch(source, checked):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("checked", [True, False])
-def test_a_launch_in_another_thread_ignores_ctrl_c(source, checked):
+def test_ctrl_c_is_left_to_the_handler_of_the_program(source, checked):
     """A program with its own SIGINT handler handles Ctrl-C itself, during a launch too."""
     seen = []
     x, out = np.ones(64, np.float32), np.zeros(64, np.float32)
@@ -165,7 +194,7 @@ def test_uninitialised_values_show_in_the_result(source):
 
 
 @pytest.mark.emulator
-def test_limits_of_the_kernel_itself(source):
+def test_launch_bounds_and_static_shared_memory_are_checked(source):
     assert launch(source, "copy", 64).sum() == 64
     with pytest.raises(LaunchError, match="the kernel's __launch_bounds__ allow 64"):
         launch(source, "copy", 96)

@@ -8,19 +8,11 @@ import pytest
 import cukit
 from cukit.core.device import current_device, parse_arch
 from tests.contract import to_device, to_host
+from tests.devices import kernels_only
 from tests.emulator.vectors import STORED, Case, bulk_copy, cases, multicast
 
 CASES = list(cases())
 
-# Single instructions have no reference, so the CPU is omitted.
-kernels_only = pytest.mark.parametrize(
-    "device",
-    [
-        pytest.param("emulator", marks=pytest.mark.emulator),
-        pytest.param("gpu", marks=pytest.mark.gpu),
-    ],
-    indirect=True,
-)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -40,7 +32,7 @@ def run_on(device: str, case: Case) -> np.ndarray:
 @pytest.mark.emulator
 @pytest.mark.parametrize("late", [False, True])
 @every_case
-def test_the_emulator_computes_what_the_gpu_did(case: Case, late: bool, stored):
+def test_the_emulator_reproduces_the_results_of_the_gpu(case: Case, late: bool, stored):
     with cukit.backend("emulator", arch="sm_90", late=late, seed=int(late)):
         got = case.run(lambda array: array)
     np.testing.assert_array_equal(got.astype(np.int32), stored[case.name])
@@ -66,6 +58,6 @@ def test_every_case_is_stored(stored):
 
 @pytest.mark.gpu
 @every_case
-def test_the_gpu_still_computes_it(case: Case, stored):
+def test_the_gpu_reproduces_the_stored_results(case: Case, stored):
     got = run_on("gpu", case)
     np.testing.assert_array_equal(got.astype(np.int32), stored[case.name])

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from cukit.core.device import TYPICAL_DEVICES
+from cukit.core.device import KIB, TYPICAL_DEVICES
 from cukit.emulator.limits import reason_against_launch
-
-KIB = 1024
 
 
 def reason_against(arch: str = "sm_90", **changes: Any) -> str | None:

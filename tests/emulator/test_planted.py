@@ -84,14 +84,14 @@ def test_correct_kernels_pass_in_any_thread_order(planted: Planted):
 def test_every_source_declares_its_launch():
     assert SUITE
     for path in FOLDER.rglob("*.cu"):
-        assert path.parent.parent == FOLDER, f"{path}: one folder a class"
+        assert path.parent.parent == FOLDER, f"{path} is not in the folder of a class"
     for planted in SUITE:
         assert planted.declared["arg"], f"{planted}: no arguments"
         assert ("BROKEN" in planted.path.read_text()) == bool(planted.reports), str(planted)
 
 
 def test_the_published_table_has_every_class():
-    """Its numbers were measured by `python -m tests.emulator.planted_table`."""
+    """Its numbers are measured by `python -m tests.emulator.planted_table`."""
     text = DOCUMENT.read_text()
     counts = Counter(planted.kind for planted in SUITE)
     pairs = Counter(planted.kind for planted in BROKEN)

@@ -10,11 +10,11 @@ import pytest
 
 from cukit.core.tensor_map import encode_sequence_map, encode_tensor_map
 from cukit.errors import EmulatorError
-from tests.emulator.test_planted_bugs import KERNELS, TILE_BYTES, A, run
+from tests.emulator.test_planted_groups import KERNELS, TILE_BYTES, A, run
 
 pytestmark = pytest.mark.emulator
 
-SOURCE = "planted_tma.cu"
+SOURCE = "tma.cu"
 NUMBERS = re.findall(r"^  X\((\w+)\)", (KERNELS / SOURCE).read_text(), re.MULTILINE)
 UNFENCED = r"missing fence.proxy.async: write of 8192 bytes by an async[\s\S]*the write is by"
 
@@ -25,7 +25,7 @@ BUGS = {
     "operand_overwritten_by_a_copy": r"race: write of 8192 bytes by an async[\s\S]*"
     r"after the read by\n  wgmma",
     "missing_mbarrier_fence": r"missing fence_mbarrier_init: TMA uses the mbarrier at shared "
-    r"address \d+\n  block .*planted_tma\.cu[\s\S]*its initialisation by\n  block .*planted_tma",
+    r"address \d+\n  block .*/tma\.cu:[\s\S]*its initialisation by\n  block .*/tma\.cu:",
 }
 
 
@@ -53,7 +53,7 @@ def launch(mistake: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
 def test_the_bug_is_named(mistake, late):
     with pytest.raises(EmulatorError, match=BUGS[mistake]) as caught:
         launch(mistake, 1, late=late, seed=int(late))
-    assert re.search(r"planted_tma\.cu:\d+", str(caught.value))
+    assert re.search(r"/tma\.cu:\d+", str(caught.value))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -87,7 +87,7 @@ def test_other_blocks_need_the_mbarrier_fence_too():
         launch_cluster(1)
 
 
-def test_a_relaxed_arrival_orders_no_ordinary_reads():
+def test_a_relaxed_arrival_does_not_order_ordinary_reads():
     with pytest.raises(
         EmulatorError, match=r"race: write of 8192 bytes by an async[\s\S]*after the read"
     ):
@@ -113,8 +113,8 @@ def read_box(sequences: bool, x: int, z: int, w: int) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(("length", "end"), [(12, 12), (20, 32)])
-def test_boxes_of_a_sequence(length, end):
-    """The last box is partly past the end of the sequence; that part is zero."""
+def test_rows_past_the_end_of_a_sequence_are_zero(length, end):
+    """The last box is partly past the end of the sequence."""
     for row in range(0, length, 8):
         got = read_box(True, 8, LONGEST - length + row, end)
         expected = np.zeros((8, 8), np.float32)
@@ -130,7 +130,7 @@ def test_a_box_wholly_outside_touches_the_base_of_its_map(x, z):
     np.testing.assert_array_equal(read_box(False, x, outside_rows, 0), 0)
     message = (
         r"out of bounds: .* wholly outside the tensor touches the map's base address, "
-        rf"{24 * 64} bytes before the array of the map[\s\S]*planted_tma\.cu:\d+[\s\S]*"
+        rf"{24 * 64} bytes before the array of the map[\s\S]*/tma\.cu:\d+[\s\S]*"
         rf"begins at \({x}, 0, {z}, 12\)"
     )
     with pytest.raises(EmulatorError, match=message):
@@ -138,14 +138,14 @@ def test_a_box_wholly_outside_touches_the_base_of_its_map(x, z):
 
 
 @pytest.mark.parametrize("x", [1, 6, -2])
-def test_a_box_begins_at_a_multiple_of_16_bytes(x):
+def test_a_box_must_begin_at_a_multiple_of_16_bytes(x):
     """Hopper raises an illegal-instruction error."""
     message = rf"misaligned: .* begins {4 * x} bytes into the rows of its tensor"
     with pytest.raises(EmulatorError, match=message):
         read_box(False, x, 0, 0)
 
 
-def test_rows_before_the_array():
+def test_a_box_before_the_array_is_reported():
     """A sequence of 12 rows at the start of the array, read as if it had 16."""
     with pytest.raises(EmulatorError, match="begins 256 bytes before the array of its map"):
         read_box(True, 0, LONGEST - 16, 12)
@@ -166,7 +166,7 @@ def test_races_between_blocks_through_a_tensor_map(entry, bug):
         return (encode_tensor_map(shared, (64, 64)),)
 
     def launch() -> None:
-        run("planted_maps.cu", entry, make, 128, TILE_BYTES, 2, bug, global_races=True)
+        run("maps.cu", entry, make, 128, TILE_BYTES, 2, bug, global_races=True)
 
     if not bug:
         launch()
@@ -174,4 +174,4 @@ def test_races_between_blocks_through_a_tensor_map(entry, bug):
     with pytest.raises(EmulatorError, match=RACES[entry]) as caught:
         launch()
     assert re.search(r"at byte \d+ of the array of the tensor map in argument 0", str(caught.value))
-    assert len(re.findall(r"planted_maps\.cu:\d+", str(caught.value))) == 2
+    assert len(re.findall(r"maps\.cu:\d+", str(caught.value))) == 2

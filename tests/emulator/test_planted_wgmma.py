@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from cukit.errors import EmulatorError
-from tests.emulator.test_planted_bugs import KERNELS, PRODUCT, A, empty, run
+from tests.emulator.test_planted_groups import KERNELS, PRODUCT, A, empty, run
 
 pytestmark = pytest.mark.emulator
 
-SOURCE = "planted_wgmma.cu"
+SOURCE = "wgmma.cu"
 THREADS = 256
-IN_FLIGHT = r"wgmma not waited for: {} in flight\n  block .*planted_wgmma\.cu[\s\S]*was issued at"
+IN_FLIGHT = r"wgmma not waited for: {} in flight\n  block .*/wgmma\.cu:[\s\S]*was issued at"
 LATER = r"[\s\S]*{} groups have been committed after its own: call wgmma_wait<{}> or less"
 UNFENCED = r"missing wgmma_fence: {}[\s\S]*the last one was executed at"
 MISSING = r"missing threads: {} is an instruction of a whole warpgroup .*, here threads {}"
@@ -84,7 +84,7 @@ def test_the_bug_is_named(entry, late):
     with pytest.raises(EmulatorError, match=BUGS[entry]) as caught:
         launch(entry, 1, late=late, seed=int(late), patience=0.1)
     assert str(caught.value).startswith("planted_wgmma(): ")
-    assert re.search(r"planted_wgmma\.cu:\d+", str(caught.value))
+    assert re.search(r"/wgmma\.cu:\d+", str(caught.value))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -110,7 +110,7 @@ def launch_lanes(instruction: str, mistake: int, threads: int = 32) -> np.ndarra
     def make() -> tuple[Any, ...]:
         return REGISTERS.copy(), np.int32(number), np.int32(mistake), np.zeros_like(REGISTERS)
 
-    return run("planted_lanes.cu", "planted_lanes", make, threads, 0)
+    return run("lanes.cu", "planted_lanes", make, threads, 0)
 
 
 @pytest.mark.parametrize("mistake", [1, 2])
@@ -123,15 +123,15 @@ def test_missing_lanes_are_named(instruction, mistake):
     with pytest.raises(EmulatorError, match=message) as caught:
         launch_lanes(instruction, mistake)
     text = str(caught.value)
-    assert re.search(rf"threads 0-15 wait at {instruction} at .*planted_lanes\.cu:\d+", text), text
+    assert re.search(rf"threads 0-15 wait at {instruction} at .*lanes\.cu:\d+", text), text
     assert f"threads 16-31 {'have exited' if mistake == 1 else 'wait at __syncwarp'}" in text
 
 
 @pytest.mark.parametrize("instruction", INSTRUCTIONS)
-def test_all_lanes_present_pass(instruction):
+def test_instructions_of_whole_warps_pass(instruction):
     np.testing.assert_array_equal(launch_lanes(instruction, 0), REGISTERS)
 
 
-def test_a_block_that_ends_within_a_warp():
+def test_a_partial_warp_is_reported():
     with pytest.raises(EmulatorError, match=r"ldmatrix is .* and threads 16-31 do not reach it"):
         launch_lanes("ldmatrix", 0, threads=16)

@@ -1,9 +1,10 @@
-"""Kernels in the styles of public code run unmodified, give the expected results, and are not
-reported. Fourteen files with host code and CUDA's headers and libraries, each compiled once."""
+"""Kernels in the styles of public code run unmodified, give the expected results, and cause no
+error reports. Their files also contain host code and include headers of CUDA and its libraries."""
 
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.emulator
 SOURCES = Path(__file__).parent / "public_style"
 QUICK = ("norms", "asynchronous", "inline_ptx", "programs")
 
-FEWEST_KERNELS = 100
+COMPILED_ONLY = {"estimate_pi", "matmul_struct", "setup_states", "uniform_numbers"}
+"""Kernels that are compiled but not launched, so they have no case."""
+
+KERNEL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 
 
 @functools.cache
@@ -33,13 +37,13 @@ def copied(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def launch(of: Program, case: Case, settings: Settings) -> None:
+def launch(compiled: Program, case: Case, settings: Settings) -> None:
     for name, value in case.constants.items():
-        of.variable(name)[:] = value.view(np.uint8)
-    kernel = of.kernel(case.entry, case.block, case.shared_bytes, case.grid)
+        compiled.variable(name)[:] = value.view(np.uint8)
+    kernel = compiled.kernel(case.entry, case.block, case.shared_bytes, case.grid)
     given = [copied(value) for value in case.args]
     args = [as_argument(v, size) for v, size in zip(given, kernel.parameter_bytes, strict=True)]
-    kernel.launch(case.grid, tuple(args), settings, of.variables())
+    kernel.launch(case.grid, tuple(args), settings, compiled.variables())
     for index, expected in case.expected.items():
         got, want = given[index], np.asarray(expected)
         assert got.size == want.size, case.entry
@@ -62,8 +66,10 @@ def test_public_styles_run_unmodified(name: str) -> None:
             launch(program(name), case, Settings(seed=seed))
 
 
-def test_there_are_enough_planted_bugs() -> None:
-    sources = [path.stem for path in SOURCES.glob("*.cu")]
-    assert sorted(sources) == sorted(FILES)
-    launched = {case.entry for name in FILES for case in cases(name)}
-    assert len(launched) >= FEWEST_KERNELS
+def test_every_kernel_has_a_case() -> None:
+    assert {path.stem for path in SOURCES.glob("*.cu")} == set(FILES)
+    text = "".join((SOURCES / f"{name}.cu").read_text() for name in FILES)
+    declared = set(KERNEL.findall(text))
+    entries = {case.entry for name in FILES for case in cases(name)}
+    launched = {entry.partition("<")[0].rpartition("::")[2] for entry in entries}
+    assert launched == declared - COMPILED_ONLY

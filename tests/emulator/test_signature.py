@@ -18,7 +18,7 @@ from cukit.emulator.signature import mismatch, parameter_name
         ("const char* f() [with T = float* const*]", "float* const*"),
     ],
 )  # fmt: skip
-def test_the_name_of_the_type(printed: str, name: str):
+def test_the_type_is_read_from_a_printed_signature(printed: str, name: str):
     assert parameter_name(printed) == name
 
 

@@ -1,7 +1,7 @@
-"""Small cases of single instructions, with inputs that are equal on every machine.
+"""Small cases of single instructions, with the same inputs on every machine.
 
-Values are small integers in every number format, so that sums are exact in any order and results of
-the GPU and of the emulator can be compared to the bit.
+Values are small integers in every number format: sums are exact in any order, so the results of the
+GPU and the emulator are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STORED = Path(__file__).parent / "vectors.npz"
 Place = Callable[[np.ndarray[Any, Any]], Any]
 """Copies an array to the GPU; returns it unchanged for the emulator."""
 Arguments = Callable[[Place], tuple[tuple[Any, ...], Any]]
-"""(the kernel's arguments, the array with the result)."""
+"""Returns the kernel's arguments and the array that receives the result."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _tensor_maps() -> Iterator[Case]:
         yield _tensor_store(16, 8, 64, add)
 
 
-_TENSOR = (100, 104)  # elements of float16
+_TENSOR = (100, 104)  # 16-bit elements
 _BOX_ROWS = 16
 
 
@@ -178,42 +178,43 @@ _kept: list[Any] = []
 
 
 def _keep(tensor_map: Any, tensor: Any) -> Any:
-    """A tensor map holds only an address, so the tensor must be kept until the kernel has run."""
+    """Returns the map, and keeps the tensor alive: a map holds only its address."""
     _kept.append(tensor)
     return tensor_map
 
 
-_PIECE = 2048
+_PIECE_BYTES = 2048
 
 
 def bulk_copy() -> Case:
-    """1024 uint16 through shared memory: 0, 1, 2, ..."""
+    """Copies 1024 uint16, 0, 1, 2, ..., through shared memory."""
 
     def arguments(place: Place) -> tuple[tuple[Any, ...], Any]:
-        source = place(np.arange(_PIECE // 2, dtype=np.uint16))
-        target = place(np.zeros(_PIECE // 2, np.uint16))
+        source = place(np.arange(_PIECE_BYTES // 2, dtype=np.uint16))
+        target = place(np.zeros(_PIECE_BYTES // 2, np.uint16))
         return (source, target), target
 
-    spec = _spec("instructions_sm90.cu", "bulk_copy", 128, _PIECE, PIECE=_PIECE)
+    spec = _spec("instructions_sm90.cu", "bulk_copy", 128, _PIECE_BYTES, PIECE=_PIECE_BYTES)
     return Case("bulk_copy", spec, arguments, "sm_90")
 
 
 def multicast() -> Case:
-    """Both blocks of a cluster get the same 32 rows of 64 uint16, swizzled by 128 bytes."""
+    """Both blocks of a cluster receive the same 32 rows of 64 uint16, swizzled by 128 bytes."""
 
     def arguments(place: Place) -> tuple[tuple[Any, ...], Any]:
         tensor = place(np.arange(32 * 64, dtype=np.uint16).reshape(32, 64))
-        out = place(np.zeros((2, _PIECE), np.uint16))
+        out = place(np.zeros((2, 32 * 64), np.uint16))
         tensor_map = encode_tensor_map(tensor, (16, 64), swizzle_bytes=128)
         return (_keep(tensor_map, tensor), out), out
 
-    spec = _spec("instructions_sm90.cu", "multicast", 128, 2 * _PIECE, PIECE=_PIECE)
+    spec = _spec("instructions_sm90.cu", "multicast", 128, 2 * _PIECE_BYTES, PIECE=_PIECE_BYTES)
     return Case("multicast", spec, arguments, "sm_90", grid=2)
 
 
-# name: (swizzle code, transposed a, transposed b, columns, from registers, float8,
-#        (leading, stride) of a, (leading, stride) of b)
+# Swizzle code: (leading, stride) byte offsets of a K-major operand.
 _K_MAJOR = {0: (128, 256), 1: (16, 1024), 2: (16, 512), 3: (16, 256)}
+# name: (swizzle code, transposed a, transposed b, columns, a from registers, float8,
+#        (leading, stride) of a, (leading, stride) of b)
 _WGMMA: dict[str, tuple[int, int, int, int, int, int, tuple[int, int], tuple[int, int]]] = {
     "k_major_none": (0, 0, 0, 64, 0, 0, _K_MAJOR[0], _K_MAJOR[0]),
     "k_major_128": (1, 0, 0, 128, 0, 0, _K_MAJOR[1], _K_MAJOR[1]),

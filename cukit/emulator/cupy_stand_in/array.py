@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from cukit.emulator.cupy_stand_in.devices import Device
+from cukit.emulator.poison import poison
 from cukit.errors import ArrayError
 
 
 class Pointer:
     """`cupy.cuda.MemoryPointer`: an address, and a reference that keeps its memory alive.
 
-    ptr: the address. mem: the pointer itself, which is enough for programs that read it.
+    ptr: the address. mem: in CuPy the memory object; here the pointer itself, which has `ptr` too.
     """
 
     def __init__(self, memory: np.ndarray[Any, Any], offset: int = 0) -> None:
@@ -97,7 +98,7 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801 - CuPy's name
 
     @property
     def data(self) -> Any:
-        """The address; from now on kernels that load it from memory may access this array."""
+        """The address. Later kernels may access this array through an address in memory."""
         owner = owner_of(self)
         _addressed[id(owner)] = owner
         return Pointer(owner, int(self.ctypes.data) - int(owner.ctypes.data))
@@ -125,14 +126,8 @@ class ndarray(np.ndarray[Any, Any]):  # noqa: N801 - CuPy's name
         np.add.at(self, slices, value)
 
 
-def poison(array: np.ndarray[Any, Any]) -> None:
-    """Sets all bits, NaN in floats, so that elements which the program does not write stand out."""
-    if not array.dtype.hasobject and array.size:
-        np.asarray(array).reshape(-1).view(np.uint8).fill(0xFF)
-
-
 def wrapped(result: Any) -> Any:
-    """A result of NumPy's as CuPy would return it."""
+    """A result of a NumPy function, as CuPy would return it."""
     if isinstance(result, ndarray):
         return result
     if isinstance(result, np.ndarray):

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from cukit.emulator.cupy_stand_in import devices
-from cukit.emulator.cupy_stand_in.array import Pointer, ndarray, poison, wrapped
+from cukit.emulator.cupy_stand_in.array import Pointer, ndarray, wrapped
 from cukit.emulator.cupy_stand_in.generated import ElementwiseKernel, ReductionKernel
 from cukit.emulator.cupy_stand_in.raw import RawKernel, RawModule
+from cukit.emulator.poison import poison
 from cukit.emulator.settings import settings_from
 
 _DROPPED = ("stream", "blocking")

@@ -32,13 +32,13 @@ void acquire_from(Fiber& fiber, const Clock* from) {
 
 namespace {
 
-// Orders each fiber of a group after all others: they share one clock from now on.
+// Orders each fiber of a group after all others: afterwards they share one clock.
 template <typename ForEach>
 void join(Cluster& cluster, const ForEach& for_each, Clock* joined) {
   const Clock* last = nullptr;
   for_each([&](Fiber& fiber) {
     if (joined == nullptr) joined = cluster.clocks.copy(fiber.seen);
-    // Most have met at a barrier before and share a clock, which is merged once.
+    // Most fibers share the clock of an earlier barrier; that clock is merged once.
     if (fiber.seen != last) cluster.clocks.merge(joined, fiber.seen);
     last = fiber.seen;
     joined->seen[fiber.agent] = fiber.epoch;
@@ -69,7 +69,8 @@ bool complete(const Block& block, const Barrier& barrier) {
   return barrier.arrived >= (less_exited ? block.live : barrier.expected);
 }
 
-// Releases all threads that wait at a complete barrier, and resets it. `last` is running already.
+// Releases all threads that wait at a complete barrier, and resets the barrier. `last`: a thread at
+// the barrier that is running; null if there is none.
 void open(Block& block, Barrier& barrier, const Fiber* last) {
   if (checked()) {
     join(*block.cluster, [&](const auto& visit) {
@@ -105,7 +106,7 @@ void arrive_and_wait(Fiber& me, Barrier& barrier, const char* what, unsigned num
   }
 }
 
-// The first thread to arrive sets how many there will be.
+// The first thread to arrive sets the number of arrivals that the others must specify too.
 void expect(const Fiber& me, Barrier& barrier, unsigned expected, bool whole) {
   if (barrier.expected == 0) {
     barrier.expected = expected;

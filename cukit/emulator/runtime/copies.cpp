@@ -32,7 +32,7 @@ void require_steady(const Fiber& me, const Block& block, const unsigned char* po
 
 }  // namespace
 
-// cp.async -----------------------------------------------------------------------------------------
+// cp.async ----------------------------------------------------------------------------------------
 
 void cp_async(std::uint32_t shared, const void* global, unsigned bytes, unsigned present) {
   CUKIT_ENTER(me);
@@ -76,7 +76,7 @@ void cp_async_wait(unsigned pending) {
   copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
-// mbarriers ----------------------------------------------------------------------------------------
+// mbarriers ---------------------------------------------------------------------------------------
 
 namespace {
 
@@ -224,7 +224,7 @@ void mbarrier_wait(std::uint32_t address, unsigned parity) {
 }
 
 void start_inbound_copy(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
-                unsigned bytes, unsigned swizzle, Work work) {
+                        unsigned bytes, unsigned swizzle, Work work) {
   Mbarrier& barrier = mbarrier_at(
       me, target.rank == me.block->rank ? local_address(barrier_address)
                                         : map_to_rank(local_address(barrier_address), target.rank),
@@ -252,7 +252,7 @@ void start_inbound_copy(Fiber& me, Block& target, std::uint32_t barrier_address,
   }
 }
 
-// Bulk copies ------------------------------------------------------------------------------------------
+// Bulk copies -------------------------------------------------------------------------------------
 
 void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier) {
   CUKIT_ENTER(me);
@@ -371,7 +371,7 @@ void fence_proxy_async() {
   advance(me);
 }
 
-// Remote shared memory ----------------------------------------------------------------------------------
+// Remote shared memory ----------------------------------------------------------------------------
 
 void store_remote(std::uint32_t address, std::uint32_t value) {
   CUKIT_ENTER(me);
@@ -405,7 +405,7 @@ void store_async(std::uint32_t address, const void* value, std::uint32_t barrier
   std::array<unsigned char, kBytes> bytes;
   std::memcpy(bytes.data(), value, kBytes);
   start_inbound_copy(me, *place.block, barrier, place.pointer, kBytes, 0,
-             [to = place.pointer, bytes] { std::memcpy(to, bytes.data(), kBytes); });
+                     [to = place.pointer, bytes] { std::memcpy(to, bytes.data(), kBytes); });
 }
 
 }  // namespace cukit::emulator

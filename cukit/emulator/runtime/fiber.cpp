@@ -5,7 +5,8 @@
 #include <cstdint>
 #include <new>
 
-// The callee-saved registers of each ABI. mxcsr, x87 and fpcr are the same in all fibers.
+// Saves the callee-saved registers of each ABI, except the control words mxcsr, x87 and fpcr, which
+// are the same in all fibers.
 #if defined(__x86_64__)
 
 asm(R"(

@@ -1,5 +1,5 @@
 // What the checked mode records for global memory with global_races: for every element, its last
-// write and the reads since, by any thread of the launch.
+// write and two of its reads, by any thread of the launch.
 #pragma once
 
 #include <atomic>
@@ -25,8 +25,8 @@ struct PastAccess {
   Mark mark;
 };
 
-// A granule is an element of up to four bytes. Accesses to parts of it are told apart by their
-// bytes, but only the last of each kind is recorded.
+// A granule is an element of up to four bytes. Accesses to different bytes of a granule do not
+// conflict, but all bytes share one recorded write and two recorded reads (slot_for in shadow.h).
 struct GlobalCell {
   PastAccess write;
   PastAccess reads[2];
@@ -38,7 +38,7 @@ class GlobalShadow {
   void watch(const Launch& launch, const Module& module);
   // Ends the launch at a race. Accesses to memory that is not watched are ignored.
   void check(const Actor& actor, const void* pointer, std::size_t bytes, Access access);
-  // The thread's reads of these bytes since its last barrier or fence were guesses (guesses.h).
+  // Marks the thread's reads of these bytes since its last barrier or fence as guesses (guesses.h).
   void confirm_guesses(const Fiber& me, const void* pointer, std::size_t bytes);
 
  private:

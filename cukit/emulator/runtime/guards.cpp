@@ -49,6 +49,7 @@ void pass_on(int signal, siginfo_t* info, void* context) {
   if ((old.sa_flags & SA_SIGINFO) != 0) {
     old.sa_sigaction(signal, info, context);
   } else if (old.sa_handler == SIG_DFL) {
+    if (signal == kTick) return;  // the default action is none
     sigaction(signal, &old, nullptr);  // the instruction faults again, which ends the process
   } else if (old.sa_handler != SIG_IGN) {
     old.sa_handler(signal);

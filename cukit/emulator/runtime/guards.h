@@ -1,4 +1,4 @@
-// Turns crashes and hangs of kernels into faults, which end the launch.
+// Reports crashes and endless loops of kernels as faults, which end the launch.
 #pragma once
 
 #include <csignal>
@@ -10,9 +10,8 @@
 
 namespace cukit::emulator {
 
-// While one is alive, crashes of kernels become faults, and Ctrl-C ends the launch if
-// `interruptible`. Signals to threads that run no kernel go to the handlers that were installed
-// before.
+// While an instance exists, crashes of kernels become faults and, if `interruptible`, Ctrl-C ends
+// the launch. Signals to threads that run no kernel are passed to the handlers installed before.
 class SignalHandlers {
  public:
   explicit SignalHandlers(bool interruptible);
@@ -24,7 +23,7 @@ class SignalHandlers {
   bool interruptible_;
 };
 
-// How often Ctrl-C has been pressed.
+// The number of SIGINTs (Ctrl-C) received while an interruptible instance existed.
 std::uint32_t interrupts();
 
 // A worker's signal state: a stack for the handlers, since a fiber's own may be exhausted, and a
@@ -38,9 +37,10 @@ class WorkerGuard {
 
   Cluster& cluster() const { return cluster_; }
   unsigned char* stack_top() const { return stack_.get() + kStackBytes; }
-  // To be called at every tick of the timer. True if the worker must leave the kernel.
+  // To be called at every tick of the timer. Returns true if the worker must leave the kernel.
   bool overdue();
-  // Schedules another tick soon, when the worker may be at a point where it can be stopped.
+  // Schedules the next tick in a millisecond: the worker cannot be stopped outside the kernel's
+  // code.
   void look_again_soon();
 
  private:

@@ -36,7 +36,8 @@ void check_compare(const void* pointer, std::size_t bytes, Access access) {
   Cluster& cluster = *me.block->cluster;
   Guesses& guesses = cluster.run->guesses;
   if (me.guess.pointer == pointer && me.guess.epoch == me.epoch) guesses.confirm(me.guess.call);
-  // The atomics of other threads may come after a read that was not in a race.
+  // A plain read that has not raced may still race with a later atomic of another thread. Marked as
+  // a strong read, it is not reported.
   const CellPlace place = cells_of(*me.block, pointer, bytes);
   if (place.cells != nullptr) {
     place.cells->visit(place.byte, bytes, [&](Cell& cell, std::size_t) {

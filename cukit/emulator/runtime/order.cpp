@@ -9,6 +9,7 @@ namespace cukit::emulator {
 
 namespace {
 
+// Whether the thread is ordered after the accesses of its cluster's agents up to these epochs.
 bool covers(const Fiber& me, const std::vector<std::uint32_t>& part) {
   for (std::size_t i = 0; i < part.size(); ++i) {
     if (part[i] > me.seen->seen[i] && i != me.agent) return false;
@@ -144,7 +145,7 @@ std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uin
     });
   } else {
     old = compare_exchange(to, expected, value, bytes);
-    if (checked()) acquire_published(me, to);  // a first publication may have come in between
+    if (checked()) acquire_published(me, to);  // the first fence may be newer than the check above
   }
   if (old == expected && value != expected) ++me.block->cluster->steps;
   return old;

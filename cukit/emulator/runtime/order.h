@@ -1,9 +1,9 @@
 // The order that atomics, volatile accesses and fences establish between threads.
 //
 // An atomic write, or a volatile write after a fence, publishes at its address what the thread's
-// last fence has made visible; barriers pass that on to the other threads of the block. A thread
-// that reads the address atomically or as volatile is ordered after it. No fence is required on the
-// reader's side.
+// last fence has made visible. After a barrier, such writes of the other threads of the block
+// publish it too. A thread that reads the address by an atomic or a volatile load is ordered after
+// what is published there; the reader needs no fence.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,8 @@ inline void acquire_later(Fiber& me, const void* from) {
   me.has_deferred = true;
 }
 
-// Counts a read that may be part of a spin loop; every now and then other threads run.
+// Counts an atomic or a volatile load, which may be part of a spin loop; after a number of them,
+// other threads run.
 void count_poll(Fiber& me, const void* address);
 
 }  // namespace cukit::emulator

@@ -1,4 +1,5 @@
-// Chooses the fiber that runs next, and reports a deadlock if there is none.
+// Runs the fibers of a cluster: switches between them, completes the instructions that threads of a
+// warp or warpgroup execute together, and reports a deadlock if no fiber is ready.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -44,15 +45,16 @@ unsigned choose(Cluster& cluster, unsigned bits, unsigned position) {
   return nth_set_bit(bits, random_number(cluster) % __builtin_popcount(bits));
 }
 
-// Removes a ready fiber from the ready set and returns it: one near `from`, or a random one if the
-// launch has a seed. If `from` polls, one of another warp if any is ready, since that warp may end
-// the poll.
+// Removes a fiber from the ready set and returns it: the next one after `from`, or a random one if
+// the launch has a seed. If `from` polls, a fiber of another block or warp is preferred, since that
+// one may end the poll. Null if no fiber is ready.
 Fiber* pick(Cluster& cluster, const Fiber* from, bool polls = false) {
   Block* block = from != nullptr ? from->block : cluster.blocks[0].get();
   const bool seeded = cluster.launch->seed != 0;
   const bool stay = (!seeded || random_number(cluster) % 16 != 0) && !polls;
   if (block->ready_warps == 0 || (!stay && cluster.num_blocks > 1)) {
-    const unsigned start = seeded ? random_number(cluster) % cluster.num_blocks : block->rank;
+    const unsigned start =
+        seeded ? random_number(cluster) % cluster.num_blocks : block->rank + polls;
     for (unsigned i = 0; i < cluster.num_blocks; ++i) {
       Block* other = cluster.blocks[(start + i) % cluster.num_blocks].get();
       if (other->ready_warps != 0) {
@@ -209,7 +211,7 @@ Fiber& next_or_deadlock(Cluster& cluster, const Fiber* from) {
   }
 }
 
-// Completes collectives that waited only for a lane that has now exited.
+// Completes collectives in which only exited lanes are missing.
 void complete_without(Block& block, Warp& warp) {
   for (std::size_t i = 0; i < warp.meetings.size(); ++i) {
     const Meeting meeting = warp.meetings[i];
@@ -275,7 +277,7 @@ void wait_for(const char* what, unsigned first, unsigned second) {
   me.waits_for = what;
   me.wait_numbers[0] = first;
   me.wait_numbers[1] = second;
-  // Without checks, stores are not counted, so the ends of waits count as progress.
+  // Without checks, stores are not counted, so waits count as progress.
   if (me.block->cluster->launch->checked == 0) ++me.block->cluster->steps;
   switch_from(me, next_or_deadlock(*me.block->cluster, &me));
 }
@@ -291,8 +293,8 @@ void yield() {
   Fiber& me = current();
   Cluster& cluster = *me.block->cluster;
   cluster.run->check_patience(me);
-  // While a thread polls, the cluster never runs out of ready threads: work that the late mode has
-  // deferred is done once the other threads have had their turns.
+  // While a thread polls, the cluster always has a ready thread, so next_or_deadlock() never does
+  // the work that the late mode has deferred: it is done here, after every kTurns polls.
   constexpr unsigned kTurns = 256;
   if (me.polls % kTurns == 0) finish_late_work(cluster);
   make_ready(me);
@@ -450,7 +452,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     warp.lanes = count == kLanes ? ~0u : (1u << count) - 1;
     warp.live = warp.lanes;
     warp.meetings.clear();
-    warp.ready = 0;  // a launch ended by a fault leaves some set
+    warp.ready = 0;  // a launch ended by a fault leaves bits set
     make_ready(block, warp, warp.lanes);
   }
 }

@@ -60,13 +60,13 @@ struct SharedCheck {
            (actor.engine && agent == actor.agent);
   }
 
-  // Nothing orders the access after the cell's last write.
+  // Reports a race with the cell's last write, or defers the report.
   __attribute__((cold, noinline)) void after_write(const Cell& cell, std::size_t i) const {
     const std::string report = race(i, Mark::Plain, true, cell.writer, cell.write_call);
     if (!judged_later(report)) fault(report);
   }
 
-  // Nothing orders the access after a read or an atomic.
+  // Reports a race with an earlier read or atomic, or postpones the report (guesses.h).
   __attribute__((cold, noinline)) void after_read(const Cell& cell, int slot, std::size_t i) const {
     const auto report = [&] {
       return race(i, cell.mark[slot], false, cell.reader[slot], cell.read_call[slot]);
@@ -102,7 +102,7 @@ struct SharedCheck {
 
   bool is_static() const { return place.cells == &block.shadow.static_cells; }
 
-  // An unwritten byte may be in the gap between two variables, or the access may run into the gap.
+  // Reports an access to unwritten bytes in the gap between two variables.
   void check_variable(std::size_t i) const {
     const Launch& launch = *block.cluster->launch;
     const auto first = static_cast<std::uint32_t>(place.byte + i);

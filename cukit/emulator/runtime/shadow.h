@@ -189,7 +189,8 @@ std::string report_race(const Actor& actor, std::size_t bytes, Access access, co
                         const char* remedy);
 // Remedies for races: between threads of a block, of a cluster, and of the grid.
 constexpr const char* kBlockRemedy =
-    "put a barrier between the two: __syncthreads(), or __syncwarp() within a warp";
+    "put a barrier between the two: __syncthreads(), or __syncwarp() within a warp "
+    "(an update by several threads needs an atomic)";
 constexpr const char* kClusterRemedy = "put a cluster barrier between the two";
 constexpr const char* kGridRemedy =
     "order the blocks by __threadfence() and an atomic, or launch a second kernel";

@@ -1,8 +1,11 @@
 // Hopper's instructions on raw registers and raw shared memory. One warpgroup.
-// Macros: TRANS 0|1 (stmatrix); BYTES of shared memory per box, BOX_X, BOX_Y its position (tensor
-//   maps); COLUMNS 64|128|256, SWIZZLE 0 none | 1 128 | 2 64 | 3 32 bytes, TRANSPOSED_A, TRANSPOSED_B 0|1,
-//   REGISTERS 0|1 operand a from registers, FLOAT8 0|1 (wgmma); IMAGE bytes of shared memory; PIECE
-//   bytes of a copy (bulk_copy, multicast).
+// Macros, by kernel:
+//   stmatrix                   TRANS 0|1
+//   tensor_load, tensor_store  BYTES of a box; BOX_X, BOX_Y: its position; ADD 0|1: the store adds
+//   bulk_copy, multicast       PIECE: bytes of a copy
+//   wgmma                      IMAGE: bytes of shared memory; COLUMNS 64|128|256; SWIZZLE 0: none,
+//                              1: 128 bytes, 2: 64, 3: 32; TRANSPOSED_A, TRANSPOSED_B 0|1;
+//                              REGISTERS 0|1: operand a is in registers; FLOAT8 0|1, COLUMNS 64
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -14,7 +17,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// `bytes` bytes to or from shared memory, 16 at a time.
+// Copies `bytes` bytes to or from shared memory, 16 at a time.
 CUKIT_DEVICE void copy(uint4* to, const uint4* from, int bytes) {
   for (int i = threadIdx.x; i < bytes / 16; i += kThreads) to[i] = from[i];
 }
@@ -98,8 +101,8 @@ extern "C" __global__ void bulk_copy(const uint4* from, uint4* to) {  // PIECE b
   }
 }
 
-// Two blocks: each multicasts one of two boxes of 16 x 64 elements to both, then signals the other that
-// it has finished, as the stages of a pipeline would.
+// Two blocks: each multicasts one of two boxes of 16 x 64 elements to both. Every thread then arrives at
+// the `empty` barriers of both blocks, as in a multicast pipeline.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) multicast(
     const __grid_constant__ cukit::TensorMap map, uint4* out) {  // [2, 2 * PIECE bytes]
   __shared__ cukit::Mbarrier full, empty;

@@ -1,5 +1,5 @@
-// out = a b^T with tiles of every swizzle and both majors: compares the layouts of SharedTile with plain
-// arithmetic. One tile; each of two consumer warpgroups multiplies half of a's rows.
+// out = a b^T with tiles of every swizzle and both majors, to test the layouts of SharedTile. One tile;
+// each of two consumer warpgroups multiplies half of a's rows.
 // Macros: SWIZZLE 0 none | 1 128 | 2 64 | 3 32 bytes; A_MN, B_MN 0|1 the operand is transposed, with k along
 //   its rows; COLUMNS of out, DEPTH of k; STAGED 0|1 the result is stored with TMA.
 #include "common/hopper/pipeline.cuh"

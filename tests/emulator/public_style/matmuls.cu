@@ -50,7 +50,7 @@ __global__ void matmul_tiled(float* C, const float* A, const float* B, int wA, i
   C[wB * BLOCK_SIZE * by + BLOCK_SIZE * bx + wB * ty + tx] = Csub;
 }
 
-// The matrix and its stride are passed by value.
+// The matrices are structs that are passed by value.
 __global__ void matmul_struct(Matrix A, Matrix B, Matrix C) {
   Matrix Csub = GetSubMatrix(C, blockIdx.y, blockIdx.x);
   float value = 0;

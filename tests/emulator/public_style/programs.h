@@ -1,4 +1,4 @@
-// Operators on vectors, as samples have them in a header of their own.
+// Vector operators in a separate header, as in CUDA's samples.
 #pragma once
 
 #ifdef __CUDACC__

@@ -1,4 +1,4 @@
-// fence.proxy.async, which exists from sm_90 on.
+// fence.proxy.async on sm_80; it requires sm_90.
 //
 // launch: block=32
 // options: arch="sm_80" if BROKEN else "sm_90"

@@ -1,4 +1,4 @@
-// wgmma, which exists only on Hopper: later architectures have other instructions.
+// wgmma on sm_100; only sm_90a has it.
 //
 // launch: block=128
 // options: arch="sm_100" if BROKEN else "sm_90"

@@ -1,4 +1,4 @@
-// Two warps meet at a named barrier that counts three.
+// Two warps arrive at a named barrier that expects three.
 //
 // launch: block=96
 // arg: np.zeros(1, np.int32)

@@ -1,4 +1,4 @@
-// A shared::cluster address of a rank beyond the blocks of the cluster.
+// A shared::cluster address with a block rank outside the cluster.
 //
 // launch: grid=2, block=32
 // arg: np.zeros(64, np.float32)

@@ -1,4 +1,4 @@
-// A pointer that is loaded from data, far from all allocations.
+// A pointer loaded from data that points far from all allocations.
 //
 // launch: block=64
 // arg: np.full(64, 0x5f0000000000, np.uint64)

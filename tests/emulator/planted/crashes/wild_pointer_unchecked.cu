@@ -1,4 +1,4 @@
-// A wild pointer without checked accesses: which the CPU reports as SIGSEGV.
+// A wild pointer, compiled without checks of accesses: the write raises SIGSEGV.
 //
 // launch: block=64
 // options: checked=False

@@ -1,4 +1,4 @@
-// A loop with barriers, which no thread ends.
+// An endless loop whose body has barriers.
 //
 // launch: block=64
 // options: patience=0.3

@@ -1,4 +1,4 @@
-// Threads set bits of a mask with plain updates: those that share a byte lose each other's bits.
+// Threads set bits of a mask with plain updates: bits of threads that share a byte may be lost.
 //
 // launch: block=64
 // options: global_races=True

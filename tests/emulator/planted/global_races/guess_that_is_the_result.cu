@@ -1,4 +1,4 @@
-// A ticket counter: the plain load is used as the ticket, not only as the first guess for atomicCAS.
+// A ticket counter: the result of a plain load is the ticket, not only the first guess of an atomicCAS.
 //
 // launch: grid=4, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// A shift by one in place: the next block may already have overwritten its first element.
+// A shift by one in place: the first element of the next block may already have been overwritten.
 //
 // launch: grid=2, block=64
 // options: global_races=True

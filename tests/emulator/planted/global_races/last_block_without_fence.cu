@@ -1,4 +1,4 @@
-// The last block to finish adds up the parts of the others, which take their tickets without a fence.
+// The last block to finish adds the parts of all blocks, which take their tickets without a fence.
 //
 // launch: grid=8, block=32
 // options: global_races=True

@@ -1,4 +1,4 @@
-// One thread fences and takes the block's ticket, without a barrier after the other threads' stores.
+// One thread fences and takes the block's ticket without a barrier after the other threads' stores.
 //
 // launch: grid=4, block=64
 // options: global_races=True

@@ -1,4 +1,4 @@
-// Accumulators are read before the wgmma has been waited for.
+// Accumulators of a wgmma are read before wgmma_wait.
 //
 // launch: block=128, shared=8192
 // arg: np.ones(128, np.float32)

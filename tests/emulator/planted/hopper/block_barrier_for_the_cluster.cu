@@ -1,4 +1,4 @@
-// __syncthreads orders the threads of a block, not those of its cluster.
+// __syncthreads instead of a cluster barrier: it orders only the threads of a block.
 //
 // launch: grid=2, block=32
 // arg: np.zeros(2, np.float32)

@@ -1,4 +1,4 @@
-// A bulk reduction adds partial sums to global memory; their writes to shared memory lack the proxy fence.
+// A bulk reduction reads sums from shared memory; no proxy fence follows the stores that wrote them.
 //
 // launch: block=64, shared=256
 // arg: np.zeros(64, np.float32)

@@ -1,4 +1,4 @@
-// A bulk copy overwrites what ordinary stores have written, without a proxy fence in between.
+// A bulk copy overwrites a row written by ordinary stores, without a proxy fence in between.
 //
 // launch: block=64, shared=256
 // arg: np.arange(64, dtype=np.float32)

@@ -1,4 +1,4 @@
-// The proxy fence comes before the writes that the bulk copy reads, instead of after them.
+// The proxy fence precedes the stores whose values the bulk copy reads, instead of following them.
 //
 // launch: block=64, shared=256
 // arg: np.zeros(64, np.float32)

@@ -1,4 +1,4 @@
-// A block arrives at its neighbour's mbarrier without waiting until it is initialised.
+// A block arrives at its neighbour's mbarrier without waiting until the mbarrier is initialised.
 //
 // launch: grid=2, block=32
 // arg: np.zeros(2, np.float32)

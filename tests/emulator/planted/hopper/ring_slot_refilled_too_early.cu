@@ -3,7 +3,7 @@
 // launch: block=96, shared=512
 // arg: np.arange(256, dtype=np.float32)
 // arg: np.zeros(64, np.float32)
-// result: np.repeat(4 * np.arange(64) + 384, 1)
+// result: 4 * np.arange(64) + 384
 // report: race: (write of 256|read of 4) bytes|asynchronous copy not waited for: write of 256
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"

@@ -1,4 +1,4 @@
-// Two rows alternate; the wait leaves the bulk group in flight that reads the row to be written next.
+// Two rows alternate; the wait does not cover the bulk group that reads the row written next.
 //
 // launch: block=64, shared=512
 // arg: np.zeros(256, np.float32)

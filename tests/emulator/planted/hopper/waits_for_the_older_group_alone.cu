@@ -1,4 +1,4 @@
-// Two groups are in flight; the accumulators of the newer are read after a wait for the older only.
+// Two groups are in flight; accumulators of the newer group are read after a wait for the older one.
 //
 // launch: block=128, shared=8192
 // arg: np.ones(128, np.float32)

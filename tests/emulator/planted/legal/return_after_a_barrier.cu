@@ -1,4 +1,4 @@
-// One warp passes more barriers than the other, which has returned.
+// One warp continues with barriers after the other warp has returned.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.float32)

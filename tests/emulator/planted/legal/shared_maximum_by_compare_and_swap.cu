@@ -1,4 +1,4 @@
-// A maximum of floats in shared memory: after a plain load, threads with smaller values skip the atomicCAS.
+// Float maximum in shared memory: after a plain load, threads with smaller values skip atomicCAS.
 //
 // launch: grid=2, block=64
 // options: global_races=True

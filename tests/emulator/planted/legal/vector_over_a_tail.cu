@@ -1,4 +1,4 @@
-// Rows of 66 floats are read as float4: the elements after a row are loaded but not used.
+// A row of 66 floats is read as float4: two uninitialised floats after it are loaded but not used.
 //
 // launch: block=32
 // arg: np.arange(66, dtype=np.float32)

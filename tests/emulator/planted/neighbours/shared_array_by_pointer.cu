@@ -1,4 +1,4 @@
-// A pointer runs past the end of a shared array, where another one may start.
+// A pointer runs past the end of a shared array, where another array may start.
 //
 // launch: block=64
 // arg: np.arange(64, dtype=np.float32)

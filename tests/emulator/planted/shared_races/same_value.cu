@@ -1,4 +1,5 @@
-// Many threads set a flag that is read after a barrier; if their values differ, the result is undefined.
+// Many threads set a flag that is read after a barrier. In the broken twin they write different
+// values: the result is undefined.
 //
 // launch: block=64
 // options: same_value_writes=True

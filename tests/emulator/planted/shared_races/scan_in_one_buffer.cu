@@ -1,4 +1,5 @@
-// A scan by doubling updates one row in place, without a barrier between the reads and the writes of a step.
+// A scan by doubling updates one row in place, without a barrier between the reads and the writes
+// of a step.
 //
 // launch: block=64
 // arg: np.ones(64, np.float32)

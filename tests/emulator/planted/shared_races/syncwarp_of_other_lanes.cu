@@ -1,4 +1,4 @@
-// __syncwarp orders only the lanes in its mask: the halves exchange values, but each syncs with itself.
+// The halves of a warp exchange values, but the masks of __syncwarp contain only one half each.
 //
 // launch: block=32
 // arg: np.arange(32, dtype=np.float32)

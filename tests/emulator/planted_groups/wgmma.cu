@@ -24,7 +24,7 @@ CUKIT_DEVICE unsigned long long operand(const unsigned char* tile, int step) {
 // Offset of chunk `chunk` of a row.
 CUKIT_DEVICE int place_of(int row, int chunk) { return row / 8 * 1024 + chunk * 128 + row % 8 * 16; }
 
-// The tile in shared memory, for the tensor cores to read.
+// Copies x to the tile; `visible`: with the proxy fence that wgmma needs.
 CUKIT_DEVICE void fetch(unsigned char* tile, const uint4* x, bool visible) {
   for (int i = threadIdx.x; i < 512; i += blockDim.x) {
     *reinterpret_cast<uint4*>(tile + place_of(i / 8, i % 8)) = x[i];
@@ -72,7 +72,7 @@ CUKIT_DEVICE void accumulators_changed_in_flight(unsigned char* tile, float* out
   store(out, sums);
 }
 
-// One set of registers for all steps: a step may be loaded once the last has been read.
+// One set of registers for all steps: the wgmma of a step must have read it before the next load.
 CUKIT_DEVICE void operand_a_changed_in_flight(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   Fragment a;
@@ -115,7 +115,7 @@ CUKIT_DEVICE void missing_commit(unsigned char* tile, float* out, bool planted) 
   store(out, sums);
 }
 
-// The last product is not in a committed group.
+// The last wgmma is not in a committed group.
 CUKIT_DEVICE void commit_too_early(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   cukit::wgmma_fence();
@@ -213,7 +213,7 @@ CUKIT_DEVICE void missing_fence_after_the_accumulators(unsigned char* tile, floa
   store(out, sums);
 }
 
-// The accumulators have been read, and the product does not add to them; it must not overtake the reads.
+// A wgmma overwrites accumulators that have been read: without a fence it may overtake the reads.
 CUKIT_DEVICE void missing_fence_after_a_read(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   for (int round = 0; round < 2; ++round) {
@@ -239,7 +239,7 @@ CUKIT_DEVICE void missing_fence_after_operand_a(unsigned char* tile, float* out,
   store(out, sums);
 }
 
-// A product of half the columns, in the first half of the accumulators, before one of all columns.
+// A wgmma of half the columns, in the first half of the accumulators, precedes one of all columns.
 CUKIT_DEVICE void missing_fence_between_shapes(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   auto& half = reinterpret_cast<float(&)[16]>(sums);
@@ -254,7 +254,7 @@ CUKIT_DEVICE void missing_fence_between_shapes(unsigned char* tile, float* out, 
   store(out, sums);
 }
 
-// Accumulators of one product are operand a of the next.
+// Accumulators of one wgmma are operand a of the next.
 CUKIT_DEVICE void accumulators_as_operand_a(unsigned char* tile, float* out, bool planted) {
   Sums sums, other;
   Fragment a;
@@ -279,7 +279,7 @@ CUKIT_DEVICE void half_a_warpgroup(unsigned char* tile, float* out, bool planted
   store(out, sums);
 }
 
-// The other warpgroup waits for the one that multiplies.
+// The other half skips the products and waits at the commit.
 CUKIT_DEVICE void half_a_warpgroup_waits(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   cukit::wgmma_fence();
@@ -290,7 +290,7 @@ CUKIT_DEVICE void half_a_warpgroup_waits(unsigned char* tile, float* out, bool p
   store(out, sums);
 }
 
-// The other warpgroup polls.
+// The other half polls.
 CUKIT_DEVICE void half_a_warpgroup_polls(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   cukit::wgmma_fence();
@@ -325,7 +325,7 @@ CUKIT_DEVICE void descriptors_differ(unsigned char* tile, float* out, bool plant
   store(out, sums);
 }
 
-// The threads that get here (below) are not a warpgroup: their first warp is warp 3.
+// The kernel (below) calls this in 128 threads that are not a warpgroup: their first warp is warp 3.
 CUKIT_DEVICE void misplaced_warpgroup(unsigned char* tile, float* out, bool) {
   Sums sums;
   cukit::wgmma_fence();

@@ -1,4 +1,7 @@
-"""The emulator reports cause and line of planted bugs, and nothing for the fixed twins."""
+"""The emulator reports cause and line of planted bugs, and nothing for the fixed twins.
+
+The files of `planted_groups/` contain several bugs each; the suite of single bugs is in `planted/`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from cukit.errors import EmulatorError
 
 pytestmark = pytest.mark.emulator
 
-KERNELS = Path(__file__).parent / "kernels"
+KERNELS = Path(__file__).parent / "planted_groups"
 SEEDS = (0, 1, 2)
 
 X = np.arange(1, 2049, dtype=np.float32)
@@ -72,7 +75,7 @@ class Bug(NamedTuple):
         count = self.expected.size
         threads = min(256, count)
         make = x_to_out(self.elements, count)
-        return run("planted.cu", entry, make, threads, self.shared, bug=bug, **options)
+        return run("general.cu", entry, make, threads, self.shared, bug=bug, **options)
 
 
 PLAIN = {
@@ -143,7 +146,7 @@ def test_a_planted_bug_is_named(entry, seed):
     text = str(caught.value)
     assert text.startswith(f"{entry}(BUG=1): ")
     assert re.search(r"thread \(\d+, 0, 0\)|threads [\d, -]+ wait", text), text
-    assert re.search(r"planted\.cu:\d+", text), text
+    assert re.search(r"general\.cu:\d+", text), text
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -155,8 +158,8 @@ def test_the_version_without_the_bug_passes(entry, seed, late):
 
 
 def test_the_line_is_the_one_at_fault():
-    line = line_of("planted.cu", "out[threadIdx.x] = x[threadIdx.x + BUG];")
-    place = rf"block \(0, 0, 0\), thread \(255, 0, 0\) at .*planted\.cu:{line}"
+    line = line_of("general.cu", "out[threadIdx.x] = x[threadIdx.x + BUG];")
+    place = rf"block \(0, 0, 0\), thread \(255, 0, 0\) at .*general\.cu:{line}"
     with pytest.raises(EmulatorError, match=place):
         PLAIN["outside_global"].run("outside_global", 1)
 
@@ -183,7 +186,7 @@ def test_a_wrong_software_swizzle_gives_wrong_numbers(bug):
     def make() -> tuple[Any, ...]:
         return tile.copy(), np.zeros((4, 32), np.uint32)
 
-    got = run("planted.cu", "wrong_software_swizzle", make, 32, 1024, bug=bug)
+    got = run("general.cu", "wrong_software_swizzle", make, 32, 1024, bug=bug)
     blocks = [tile[rows, cols] for cols in (slice(8), slice(8, 16)) for rows in
               (slice(8), slice(8, 16))]  # fmt: skip
     expected = np.stack([block.reshape(-1).view(np.uint32) for block in blocks])
@@ -225,8 +228,8 @@ HOPPER = {
 def test_a_bug_with_hopper_s_units_is_named(entry, late):
     make, message = HOPPER[entry]
     with pytest.raises(EmulatorError, match=message) as caught:
-        run("planted_sm90.cu", entry, make, 128, TILE_BYTES, bug=1, late=late)
-    assert re.search(r"planted_sm90\.cu:\d+", str(caught.value))
+        run("hopper.cu", entry, make, 128, TILE_BYTES, bug=1, late=late)
+    assert re.search(r"hopper\.cu:\d+", str(caught.value))
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -234,7 +237,7 @@ def test_a_bug_with_hopper_s_units_is_named(entry, late):
 @pytest.mark.parametrize("entry", HOPPER)
 def test_the_correct_version_passes(entry, seed, late):
     make, _ = HOPPER[entry]
-    got = run("planted_sm90.cu", entry, make, 128, TILE_BYTES, bug=0, seed=seed, late=late)
+    got = run("hopper.cu", entry, make, 128, TILE_BYTES, bug=0, seed=seed, late=late)
     if entry in ("missing_mbarrier_wait", "wrong_swizzle", "mbarrier_never_completes"):
         np.testing.assert_array_equal(got, PRODUCT)
 
@@ -245,9 +248,7 @@ def test_a_missing_cluster_barrier_is_named(seed):
         return (empty(2),)
 
     def launch(bug: int) -> np.ndarray[Any, Any]:
-        return run(
-            "planted_sm90.cu", "missing_cluster_barrier", make, 64, 0, grid=2, bug=bug, seed=seed
-        )
+        return run("hopper.cu", "missing_cluster_barrier", make, 64, 0, grid=2, bug=bug, seed=seed)
 
     np.testing.assert_array_equal(launch(0), [1.0, 0.0])
     with pytest.raises(EmulatorError, match=r"uninitialised shared memory|race|has exited"):

@@ -1,7 +1,8 @@
-// Bugs in the use of TMA, mbarriers and proxy fences, one per function, which contains the bug if `planted`
-// is true. Blocks of 128 threads; a tile of 64 x 64 float16 with a swizzle of 128 bytes.
+// Bugs in the use of TMA, mbarriers and proxy fences. Each function contains one bug if `planted`
+// is true, and is correct otherwise. Blocks of 128 threads; a tile of 64 x 64 float16 with a
+// swizzle of 128 bytes.
 //
-// Each function computes out = the tile of the map, in the order of shared memory: [64 * 32].
+// Each function copies the tile to out: 64 * 32 words, in the order of shared memory.
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -26,7 +27,7 @@ struct Arguments {
   bool planted;
 };
 
-// One thread's work.
+// Called by one thread.
 CUKIT_DEVICE void start_load(const Arguments& all) {
   cukit::mbarrier_arrive_expect(&all.shared.full, kTileBytes);
   cukit::tma_load_2d(all.tile, all.map, &all.shared.full, 0, 0);
@@ -70,8 +71,8 @@ CUKIT_DEVICE void proxy_fence_of_another_thread(const Arguments& all) {
   store(all);
 }
 
-// Ordinary reads, and a copy that overwrites what was read, without any proxy fence: readers arrive at
-// an mbarrier, where the thread that starts the copy waits.
+// A copy overwrites a tile that ordinary loads have read: this needs no proxy fence, but readers must
+// arrive at `empty` after their loads, and the thread that starts the copy must wait on it.
 CUKIT_DEVICE void overwritten_before_it_was_read(const Arguments& all) {
   load(all);
   if (all.planted) cukit::mbarrier_arrive(&all.shared.empty);
@@ -104,7 +105,7 @@ CUKIT_DEVICE void operand_overwritten_by_a_copy(const Arguments& all) {
   store(all);
 }
 
-// The mbarriers (below) were initialised without a fence_mbarrier_init.
+// planted_tma initialises the mbarriers without a fence_mbarrier_init.
 CUKIT_DEVICE void missing_mbarrier_fence(const Arguments& all) {
   load(all);
   store(all);
@@ -138,10 +139,10 @@ extern "C" __global__ void planted_tma(const __grid_constant__ cukit::TensorMap 
   }
 }
 
-// Two blocks: each loads and reads the tile, then arrives at an mbarrier of the first, which then loads
-// the tile again, for both.
-// `mistake`: 0 none | 1 the mbarrier that the other block arrives at is initialised without a fence | 2 the
-// arrival is relaxed, though ordinary loads have read the tile.
+// Two blocks: each loads and reads the tile, then its threads arrive at `empty` of both blocks; the
+// first block then loads the tile again, by a multicast to both.
+// `mistake`: 0 none | 1 `empty`, at which the other block arrives, is initialised without a fence |
+// 2 the arrivals are relaxed, though ordinary loads have read the tile.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) planted_cluster(
     const __grid_constant__ cukit::TensorMap map, int mistake, unsigned* out) {
   __shared__ Shared shared;
@@ -175,7 +176,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) planted_cluster(
   cukit::cluster_wait();
 }
 
-// out = a box [1, 8 rows, 1, 8 columns] of float32 at (x, 0, z, w), innermost axis first.
+// out = the box [1, 8 rows, 1, 8 columns] of float32 at (x, 0, z, w), innermost axis first.
 extern "C" __global__ void read_box(const __grid_constant__ cukit::TensorMap map, int x, int z, int w,
                                     unsigned* out) {
   __shared__ Shared shared;

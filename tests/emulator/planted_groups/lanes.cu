@@ -6,9 +6,9 @@
 #include "common/ptx/shared_address.cuh"
 #include "common/ptx/stmatrix.cuh"
 
-// `instruction`: 0 ldmatrix | 1 stmatrix | 2 mma.sync | 3 movmatrix, two of them.
-// `mistake`: 0 all lanes execute it | 1 the upper half exits | 2 the upper half waits for the lower.
-// out = x: [4, 32], one register of each lane after the other.
+// `instruction`: 0 ldmatrix | 1 stmatrix | 2 mma.sync | 3 movmatrix, twice.
+// `mistake`: 0 all lanes execute it | 1 the upper half exits | 2 the upper half waits at __syncwarp.
+// out = x, [4, 32]: register, lane.
 extern "C" __global__ void planted_lanes(const unsigned* x, int instruction, int mistake,
                                          unsigned* out) {
   __shared__ uint4 rows[32];
