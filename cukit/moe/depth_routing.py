@@ -57,7 +57,7 @@ def depth_router(logits: Array, capacity: int) -> DepthRouting:
 
     Raises:
         ArrayError: dtype, shape or layout of the logits.
-        ConfigError: the capacity.
+        ConfigError: `capacity` out of range.
 
     Runs on CuPy's current stream without synchronisation; deterministic. Later tokens influence
     whether earlier ones are chosen, which suits training and prefill; decoding needs a threshold.
@@ -87,7 +87,8 @@ def depth_router_backward(
     Args:
         grad_weights: gradient of the weights, float32 (float64 on the CPU) [batch, capacity].
         weights, slots: as the router returned them; slots outside [0, capacity) are ignored.
-        dtype: of the result, float32|float16|bfloat16. Default: the dtype of `weights`.
+        dtype: of the result, float32|float16|bfloat16 (float64 on the CPU). Default: the dtype of
+            `weights`.
 
     Returns:
         [batch, seq_len]; zero for tokens that were not chosen.
@@ -226,7 +227,8 @@ def _check_gather(x: Array, indices: Array) -> None:
 @launch_plan
 def _prepare_gather(x: Array, indices: Array) -> Launch:
     _check_gather(x, indices)
-    return _row_launch("depth_gather", x, (x,), indices.size, x.shape[1], indices.shape[1])
+    sizes = (indices.size, x.shape[1], indices.shape[1])
+    return _row_launch("depth_gather", "x", x, (x,), *sizes)
 
 
 def _check_combine(x: Array, y: Array, weights: Array, slots: Array, out: Array | None) -> None:
@@ -245,7 +247,7 @@ def _prepare_combine(x: Array, y: Array, weights: Array, slots: Array, out: Arra
     _check_combine(x, y, weights, slots, out)
     check_array("depth_combine", "weights", weights, dtypes=(float32,))
     rows = (x, y) if out is None else (x, y, out)
-    return _row_launch("depth_combine", x, rows, slots.size, x.shape[1], y.shape[1])
+    return _row_launch("depth_combine", "x", x, rows, slots.size, x.shape[1], y.shape[1])
 
 
 def _check_combine_backward(grad_out: Array, y: Array, weights: Array, indices: Array) -> None:
@@ -260,18 +262,26 @@ def _check_combine_backward(grad_out: Array, y: Array, weights: Array, indices: 
 @launch_plan
 def _prepare_combine_backward(grad_out: Array, y: Array, weights: Array, indices: Array) -> Launch:
     _check_combine_backward(grad_out, y, weights, indices)
-    check_array("depth_combine_backward", "weights", weights, dtypes=(float32,))
-    op, shape = "depth_combine_backward", grad_out.shape
-    return _row_launch(op, y, (grad_out, y), indices.size, shape[1], y.shape[1])
+    op = "depth_combine_backward"
+    check_array(op, "weights", weights, dtypes=(float32,))
+    sizes = (indices.size, grad_out.shape[1], y.shape[1])
+    return _row_launch(op, "grad_out", grad_out, (grad_out, y), *sizes)
 
 
 def _row_launch(
-    entry: str, like: Array, rows: tuple[Array, ...], blocks: int, seq_len: int, capacity: int
+    entry: str,
+    name: str,
+    array: Array,
+    rows: tuple[Array, ...],
+    blocks: int,
+    seq_len: int,
+    capacity: int,
 ) -> Launch:
-    """A launch with one thread block per row; the arrays in `rows` limit the access width."""
-    check_array(entry, "x", like, dtypes=KERNEL_DTYPES)
-    hidden = like.shape[-1]
-    spec = _row_spec(entry, like.dtype.name, access_width(hidden, *rows))
+    """A launch with one thread block per row, for the dtype and the row length of `array`, the
+    argument `name`; the arrays in `rows` limit the access width."""
+    check_array(entry, name, array, dtypes=KERNEL_DTYPES)
+    hidden = array.shape[-1]
+    spec = _row_spec(entry, array.dtype.name, access_width(hidden, *rows))
     scalars = (np.int32(seq_len), np.int32(capacity), np.int32(hidden))
     return Launch(load_kernel(spec), (blocks,), scalars)
 
@@ -296,7 +306,11 @@ def row_specs(entry: str) -> Any:
     """The `specs` of an op that launches the row kernel `entry`."""
 
     def specs(device: Device) -> list[KernelSpec]:
-        return [_row_spec(entry, "bfloat16", _REPRESENTATIVE_VEC), _row_spec(entry, "float32", 1)]
+        return [
+            _row_spec(entry, "bfloat16", _REPRESENTATIVE_VEC),
+            _row_spec(entry, "float16", _REPRESENTATIVE_VEC),
+            _row_spec(entry, "float32", 1),
+        ]
 
     return specs
 
@@ -306,14 +320,14 @@ register(
     family="moe",
     function=depth_router,
     reference=reference.depth_router,
-    specs=lambda device: [_router_spec("float32"), _router_spec("bfloat16")],
+    specs=lambda device: [_router_spec(dtype.name) for dtype in KERNEL_DTYPES],
 )
 register(
     name="depth_router_backward",
     family="moe",
     function=depth_router_backward,
     reference=reference.depth_router_backward,
-    specs=lambda device: [_router_backward_spec("float32"), _router_backward_spec("bfloat16")],
+    specs=lambda device: [_router_backward_spec(dtype.name) for dtype in KERNEL_DTYPES],
 )
 register(
     name="depth_gather",

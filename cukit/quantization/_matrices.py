@@ -62,11 +62,12 @@ class Matrices(NamedTuple):
 def matrices_of(shape: Sequence[int], block: Sequence[int]) -> Matrices | None:
     """The matrices of an array of `shape`, without empty axes, that has a scale for each `block`.
 
-    Blocks may span the last axis, the last two, all axes, or whole leading axes; None for others.
+    Blocks may extend along the last axis, along the last two, or along the last axis and all of the
+    leading ones. Returns None for other blocks.
     """
     shape, block = list(shape), list(block)
-    # [tokens, heads, channels] with blocks of tokens: columns of [tokens, heads * channels]. Rows
-    # of codes may be joined only if no row ends within a byte.
+    # [tokens, heads, channels] with blocks along tokens is [tokens, heads * channels] with blocks
+    # along its rows. Rows of codes may be joined only if no row ends within a byte.
     while len(shape) > 2 and block[-1] == block[-2] == 1 and shape[-1] % 2 == 0:
         shape[-2:], block[-2:] = [shape[-2] * shape[-1]], [1]
     *leading, cols = shape

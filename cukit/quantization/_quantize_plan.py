@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from cukit.core.kernel import KernelSpec
 from cukit.quantization._matrices import Matrices
+from cukit.reference.quantize import CLIP_CANDIDATES
 
 FORMATS = {"float8_e4m3": "E4M3", "float8_e5m2": "E5M2", "int8": "INT8", "int4": "INT4"}
 _VECTOR_BYTES = 16
@@ -24,8 +25,6 @@ _SHARED_TENSOR = 1 << 16
 _TENSOR_THREADS = 512
 _COLUMN_THREADS = 8
 """Adjacent vectors of a thread block that handles columns: 128 bytes, one cache line."""
-
-CLIP_CANDIDATES = {"absmax": 1, "mse": 16}
 
 
 @dataclass(frozen=True)

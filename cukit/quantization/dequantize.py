@@ -16,6 +16,7 @@ from cukit.core.arrays import (
     bfloat16,
     check_array,
     empty,
+    float16,
     float32,
     runs_kernel,
     write_out,
@@ -60,9 +61,10 @@ def dequantize(array: QuantizedArray, dtype: Any = float32, *, out: Array | None
         ArrayError: dtype, shape, layout or device of an argument.
 
     Computed in float32 and rounded once; subnormal float32 values become 0 on the GPU. One kernel
-    handles blocks of the last two axes, of all axes and of whole leading axes; for other blocks, a
-    kernel decodes the codes and array operations apply the scales. Runs on CuPy's current stream;
-    deterministic. Also available as :meth:`QuantizedArray.decode`.
+    handles blocks that extend along the last axis, the last two axes, or the last axis and all
+    leading axes; for other blocks, a kernel decodes the codes and array operations apply the
+    scales. Runs on CuPy's current stream; deterministic. Also available as
+    :meth:`QuantizedArray.decode`.
 
     >>> import numpy as np, cukit as ck
     >>> array = ck.quantize(np.array([[0.5, -1.0], [4.0, 2.0]], np.float32), ck.float8_e4m3)
@@ -140,6 +142,8 @@ class DequantizeConfig:
     """One call's launch configuration: thread blocks that process THREADS * ITEMS vectors each.
 
     entry: `"dequantize"` or `"encode_scaled"`.
+    block: extents of a block of values; 0 for an extent that is not known at compile time.
+    one_scale: whether every vector lies in one block.
     """
 
     entry: str
@@ -247,13 +251,21 @@ def _prepare(
 def _specs(device: Device) -> list[KernelSpec]:
     """Rows, groups with zero points, tiles; both alignments, and an uncommon block size."""
 
-    def spec(narrow: NarrowDtype, block: tuple[int, int], *args: Any, **options: Any) -> KernelSpec:
+    def spec(
+        narrow: NarrowDtype,
+        block: tuple[int, int],
+        *args: Any,
+        dtype: Any = bfloat16,
+        **options: Any,
+    ) -> KernelSpec:
         matrices = matrices_of((4096, 4096), block)
         assert matrices is not None
-        return plan_dequantize(matrices, narrow, bfloat16, *args, **options).spec()
+        return plan_dequantize(matrices, narrow, dtype, *args, **options).spec()
 
     return [
         spec(int8, (1, 4096), "float32"),
+        spec(int8, (1, 4096), "float32", dtype=float16),
+        spec(int8, (1, 4096), "float32", dtype=float32),
         spec(int4, (1, 128), "bfloat16", "int8"),
         spec(int4, (1, 12), "float16", aligned=False),
         spec(float8_e4m3, (128, 128), "float32"),

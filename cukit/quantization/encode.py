@@ -16,12 +16,13 @@ from cukit.core.arrays import (
     bfloat16,
     check_array,
     empty,
+    float16,
     float32,
     runs_kernel,
 )
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
-from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, check_narrow_dtype, int4
+from cukit.core.narrow_dtype import NARROW_DTYPES, NarrowDtype, check_narrow_dtype, int4, int8
 from cukit.core.quantized_array import Axis, GroupSize, QuantizedArray, install_conversions
 from cukit.core.scalars import check_dtype
 from cukit.errors import ArrayError
@@ -152,13 +153,15 @@ def _prepare(entry: str, values: Array, storage: Array, narrow: NarrowDtype) -> 
 
 
 def _specs(entry: str, device: Device) -> list[KernelSpec]:
-    """All formats from and to 32 and 16 bits, and int4 with padded rows."""
+    """All formats from and to 32 and 16 bits, one of them for float16; int4 with padded rows."""
     full_rows = [
         plan_encode(entry, narrow, dtype, 1, 1 << 20)
         for narrow in NARROW_DTYPES
         for dtype in (float32, bfloat16)
     ]
-    return [config.spec() for config in (*full_rows, plan_encode(entry, int4, float32, 64, 4097))]
+    half = plan_encode(entry, int8, float16, 1, 1 << 20)
+    padded = plan_encode(entry, int4, float32, 64, 4097)
+    return [config.spec() for config in (*full_rows, half, padded)]
 
 
 register(

@@ -28,7 +28,6 @@ from cukit.core.scalars import check_choice, check_dtype, check_flag
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.quantization._matrices import PARAMETERS, Matrices, matrices_of, scale_strides
 from cukit.quantization._quantize_plan import (
-    CLIP_CANDIDATES,
     QuantizeConfig,
     Rounding,
     in_columns,
@@ -38,7 +37,7 @@ from cukit.reference import quantize as reference
 from cukit.registry import register
 
 SCALE_LAYOUTS = ("row", "column")
-_CLIPS = tuple(CLIP_CANDIDATES)
+_CLIPS = tuple(reference.CLIP_CANDIDATES)
 _COLUMN_MULTIPLE = 4  # scales: TMA strides are multiples of 16 bytes
 
 
@@ -66,7 +65,7 @@ def quantize(
         x: float32|float16|bfloat16 [..., k], any layout.
         dtype: `ck.int8`, `ck.int4`, `ck.float8_e4m3` or `ck.float8_e5m2`.
         axis, group_size: which values share a scale, as for :class:`QuantizedArray`. Default: each
-            row (a token, an output channel). `axis=None`: the tensor; `group_size=128`: groups of a
+            row (a token, an output channel). `axis=None`: all values; `group_size=128`: groups of a
             row; `axis=(-2, -1), group_size=128`: tiles; `axis=-2`: each column.
         zero_points: also compute int8 zero points, in the shape of the scales.
         clip: `"absmax"` covers the whole range; `"mse"` (integers) tries 16 fractions of it from 1
@@ -123,7 +122,6 @@ def quantize(
     assert block is not None
     assert out.scales is not None
     if not x.size:
-        out.scales[...] = 1
         return out
     if not runs_kernel("quantize", x, out.storage):
         _matrices(x.shape, dtype, block, clip)
@@ -315,11 +313,14 @@ def _specs(device: Device) -> list[KernelSpec]:
     ) -> tuple[KernelSpec, ...]:
         matrices = matrices_of((4096, 4096), block)
         assert matrices is not None
-        rounding = Rounding(narrow.name, "bfloat16", options.pop("scales", "float32"), **options)
-        return plan_quantize(matrices, rounding, 2, device.num_sms, aligned=aligned).specs()
+        dtype, itemsize = options.pop("source", ("bfloat16", 2))
+        rounding = Rounding(narrow.name, dtype, options.pop("scales", "float32"), **options)
+        return plan_quantize(matrices, rounding, itemsize, device.num_sms, aligned=aligned).specs()
 
     every = (
         specs(int8, (1, 4096)),
+        specs(int8, (1, 4096), source=("float16", 2)),
+        specs(int8, (1, 4096), source=("float32", 4)),
         specs(int8, (1, 4096), zero_points=True, aligned=False),
         specs(int8, (4096, 1)),
         specs(int4, (1, 128), scales="bfloat16"),

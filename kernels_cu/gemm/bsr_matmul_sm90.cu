@@ -9,7 +9,7 @@
 //   each entry and the rows of op(d) that they multiply, TILE_K of k at a time (a part of an entry,
 //   or several entries), up to STAGES ahead and across tiles. Missing blocks have index -1. The
 //   host pads groups to whole stages with entries that have no blocks and whose rows of d are out
-//   of bounds, where TMA reads zeros; an empty group gets those after the last entry. The host
+//   of bounds, where TMA reads zeros; an empty group uses padding after the last entry. The host
 //   assigns tiles to the blocks of the grid so that all finish at about the same time; concurrent
 //   tiles share their columns of d, which stay in L2.
 // Missing blocks of 16 are loaded from beyond the last block, where TMA writes zeros without
@@ -79,10 +79,10 @@ struct Operands {
   const int* numbers;
   int columns;  // of op(d)
 
-  // Where an entry's operands are.
+  // The indices of an entry.
   struct Entry {
     int block_column;
-    int numbers[Shape::kSlots];
+    int numbers[Shape::kSlots];  // of the blocks, or -1
   };
 
   CUKIT_DEVICE Entry entry(int index) const {
@@ -146,7 +146,8 @@ struct Operands {
     }
   }
 
-  // Loads rows `within`, .. of an entry's operands.
+  // Loads the part of an entry's operands that begins at `within` along k. `part` receives the tile
+  // of sparse blocks, then the tiles of d.
   CUKIT_DEVICE void load(unsigned char* part, cukit::Mbarrier* full, int first_column,
                          const Entry& entry, int within, unsigned& missing) const {
     load_dense(part + TileA::kBytes, full, first_column, entry.block_column * BLOCK + within);

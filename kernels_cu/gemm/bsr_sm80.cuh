@@ -1,10 +1,10 @@
 // Shared by the block-sparse products on mma.sync: 128 x 128 tiles of the result, k steps of 64,
 // and the operands' layout in shared memory (common/tile.cuh).
 //
-// A tile covers kSlots adjacent block rows, and each block column that they use is read once for
-// all of them: with single block rows of 16 or 32, the tensor cores would wait for the other
-// operand. A bit mask, uniform across a warp, marks the stored blocks of a tile; the others are
-// neither loaded nor multiplied.
+// A tile covers 128 / BLOCK adjacent block rows, and each block column that they use is read once
+// for all of them: with single block rows of 16 or 32, the tensor cores would wait for copies of
+// the other operand. A bit mask, uniform across a warp, marks the stored blocks of a tile; the
+// others are neither loaded nor multiplied.
 #pragma once
 
 #include "common/platform.cuh"
@@ -59,7 +59,8 @@ struct BsrOperandTile {
   }
 };
 
-// Operand a of a warp: load(r, row, k) reads the 16 x 16 fragment at (row, k) of the warp's part.
+// Operand a of a warp: load(r, row, k, bytes) reads the 16 x 16 fragment at (row, k) of the warp's
+// part, in the tile `bytes` after the first one.
 template <bool Transposed>
 struct BsrLeft {
   using Read = Operand<Transposed ? kBsrTile : kBsrTileK, kBsrWarpRows,
@@ -73,7 +74,7 @@ struct BsrLeft {
   }
 };
 
-// Operand b of a warp: load(r, column, k) reads two adjacent 16 x 8 fragments.
+// Operand b of a warp: load(r, column, k, bytes) reads two adjacent 16 x 8 fragments.
 template <bool Transposed>
 struct BsrRight {
   using Read = Operand<Transposed ? kBsrTile : kBsrTileK,

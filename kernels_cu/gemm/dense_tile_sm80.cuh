@@ -98,8 +98,8 @@ CUKIT_DEVICE void copy_operand(unsigned char* tile, const T* operand, int first,
 // 8 n + 2 (lane % 4) + i of the warp's part of the tile.
 using Accumulators = float[kMT][kNT][4];
 
-// Writes column tiles First .. First + Count - 1 to (row, column) and following of [rows, columns],
-// with rows `stride` apart.
+// Writes column tiles First .. First + Count - 1 of the accumulators to `out` [rows, columns], from
+// (row, column) on. `stride`: elements between rows of `out`.
 template <int First, int Count>
 CUKIT_DEVICE void write(const Accumulators& acc, T* out, long long stride, int row, int column,
                         int rows, int columns) {

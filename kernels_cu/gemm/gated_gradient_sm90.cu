@@ -6,19 +6,25 @@
 //
 // h is never stored: it stays in float accumulators.
 //
-// Mapping: as linear_sm90.cu. Persistent blocks compute TILE_M x TILE_N tiles of h; a thread of the
-//   first warpgroup loads both operands in k steps of 64, and two consumer warpgroups multiply half
-//   of the tile's rows each. After the last k step of a tile the same thread loads the tile's elements of
-//   gate and up into the next two stages. The consumers overwrite these with the gradients, which
-//   TMA stores. The two stages are released once TMA has read them, during the first k step of the
-//   next tile.
-// Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * 128 bytes, of operands a | b or of a tile
-//   [TILE_M, TILE_N] of z. Static: two barriers per stage.
-// Macros: DTYPE float16|bfloat16; TILE_M, TILE_N 128; STAGES at least 4; THREADS 384; ACTIVATION
-//   Relu|GeluErf|GeluTanh|Silu.
-// Tensor maps: grad_out boxes [TILE_M, 64]; w boxes [64, 64]; z boxes [TILE_M, 64]; grad boxes
-//   [64, 64]; swizzled in rows of 128 bytes. Rows outside read as zeros and are not written; n is a
-//   multiple of TILE_N.
+// Mapping: persistent blocks compute TILE_M x TILE_N tiles of h. A thread of the first warpgroup
+//   loads both operands in k steps of 64, a thread of its second warp loads z. With ALTERNATING the
+//   two consumer warpgroups compute alternate tiles, each a whole tile: one runs its epilogue while
+//   the other multiplies. Otherwise each computes half of every tile's rows, and both run their
+//   epilogues between two main loops.
+//   The epilogue works in parts of 64 x 64 elements of h: it overwrites gate and up in shared
+//   memory by their gradients, and TMA stores these. Once TMA has read a part, the next tile's is
+//   loaded.
+// Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * 128 bytes of operands a | b, then a buffer
+//   of 16 KB, gate | up, for each part of a tile, by rows, then columns. Static: two barriers per
+//   stage and per part, one for the order of the main loops.
+// Barriers: a part's buffer is filled once per tile of the block (turn), so the phase of its
+//   barriers is the parity of the turn. Alternating consumers use a buffer every second turn, always
+//   with the same parity: before a consumer waits for the buffer to be full, it waits for its
+//   release in the turn before, which is the other consumer's.
+// Macros: DTYPE float16|bfloat16; TILE_M, TILE_N 128; STAGES; THREADS 384; ALTERNATING 0|1;
+//   ACTIVATION Relu|GeluErf|GeluTanh|Silu.
+// Tensor maps: grad_out boxes [TILE_M, 64]; w, z and grad boxes [64, 64]; swizzled in rows of 128
+//   bytes. Rows outside read as zeros and are not written; n is a multiple of TILE_N.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/gemm.py.
 #include "common/activation.cuh"
@@ -37,125 +43,128 @@ using cukit::kWarpgroupRows;
 using cukit::kWarpgroupThreads;
 using cukit::Major;
 using Tile = cukit::MatrixTile;
-using State = cukit::PipelineState<STAGES>;
 
 constexpr int kConsumers = 2;
-using Shape = cukit::GemmShape<T, TILE_M, TILE_N, 1, kConsumers, Major::K, Major::MN>;
+constexpr int kRowConsumers = ALTERNATING ? 1 : kConsumers;  // that divide a tile's rows
+using Shape = cukit::GemmShape<T, TILE_M, TILE_N, 1, kRowConsumers, Major::K, Major::MN>;
 using Block = cukit::WarpSpecialized<kConsumers, 40>;
-using Part = cukit::SharedTile<T, TILE_M, TILE_N>;  // gate or up of a tile, then its gradient
+
+using Part = cukit::SharedTile<T, kWarpgroupRows, 64>;  // gate or up, then its gradient
+constexpr int kColumnParts = TILE_N / Part::kColumns;
+constexpr int kParts = TILE_M / Part::kRows * kColumnParts;
+constexpr int kPartBytes = 2 * Part::kBytes;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
-static_assert(Part::kBytes == Shape::kStageBytes && Shape::kRowTiles == 1, "a stage holds a part");
-static_assert(STAGES >= 4, "the next tile's first k step is loaded while two parts are stored");
+static_assert(TILE_N % Part::kColumns == 0 && Part::kParts == 1, "a part is one box");
 
-// The operands of the k steps, then gate, then up.
-struct Operands {
-  static constexpr int kStageBytes = Shape::kStageBytes;
-  cukit::DenseOperands<Shape> product;
+// The operands of produce() for z: step `part` of a tile fills buffer `part`.
+struct Preactivation {
+  static constexpr int kStageBytes = kPartBytes;
   const cukit::TensorMap* z;
-  int steps;
+  int rows, columns;  // of h
 
-  CUKIT_DEVICE void load(unsigned char* stage, cukit::Mbarrier* full, const Tile& tile,
-                         int step) const {
-    if (step < steps) {
-      product.load(stage, full, tile, step);
-    } else {
-      const int first = step > steps ? product.columns : 0;
-      Part::load(stage, z, full, first + Shape::column(tile), Shape::row(tile));
-    }
+  // A part without rows is loaded from row 0, and not stored.
+  CUKIT_DEVICE void load(unsigned char* buffer, cukit::Mbarrier* full, const Tile& tile,
+                         int part) const {
+    const int row = Shape::row(tile) + part / kColumnParts * Part::kRows;
+    const int column = Shape::column(tile) + part % kColumnParts * Part::kColumns;
+    const int first = row < rows ? row : 0;
+    Part::load(buffer, z, full, column, first);
+    Part::load(buffer + Part::kBytes, z, full, columns + column, first);
   }
 };
 
-// The consumer's part of a tile after its k steps.
 struct Epilogue {
-  unsigned char* stages;
+  cukit::Pipeline<kParts>* z;
+  unsigned char* buffers;
   const cukit::TensorMap* grad;
   int rows, columns;  // of h
   int group;          // this consumer
-  State stored;       // the stages that TMA may still be reading: this one and the next
-  bool any = false;
+  unsigned phase;     // of the tile's parts
 
   template <typename Sums>
-  CUKIT_DEVICE void store(const Sums& sums, cukit::Pipeline<STAGES>& pipeline, State& state,
-                          const Tile& tile) {
-    const int row = Shape::row(tile) + group * kWarpgroupRows;
-    stored = state;
-    any = true;
-    unsigned char* parts[2];
+  CUKIT_DEVICE void store(const Sums& sums, const Tile& tile) {
+    const int first = ALTERNATING ? 0 : group;  // 64-row tile of sums[0]
+    cukit::PipelineState<kParts> before;
+    // The first thread has released the buffers of this consumer's previous tile; otherwise another
+    // thread's wait for the release in the turn before could return early.
+    if constexpr (ALTERNATING) cukit::named_sync(1 + group, kWarpgroupThreads);
 #pragma unroll
-    for (int up = 0; up < 2; ++up) {
-      pipeline.wait(state);
-      parts[up] = stages + state.index * Shape::kStageBytes;
-      state.advance();
-    }
-    differentiate(sums[0], parts);
-    cukit::fence_proxy_async();
-    cukit::named_sync(1 + group, kWarpgroupThreads);  // the gradients are written
-    if (threadIdx.x % kWarpgroupThreads == 0) {
-      for (int up = 0; up < 2 && row < rows; ++up) {
-        store_part(parts[up], Shape::column(tile) + up * columns, row);
+    for (int index = 0; index < Shape::kRowTiles * kColumnParts; ++index) {
+      const int row_tile = index / kColumnParts, part = index % kColumnParts;
+      const cukit::PipelineState<kParts> state{first * kColumnParts + index, phase};
+      unsigned char* const buffer = buffers + state.index * kPartBytes;
+      if constexpr (ALTERNATING) z->acquire(state);
+      z->wait(state);
+      differentiate(sums[row_tile], part, buffer);
+      cukit::fence_proxy_async();
+      cukit::named_sync(1 + group, kWarpgroupThreads);  // the gradients are written
+      if (threadIdx.x % kWarpgroupThreads == 0) {
+        store_part(buffer, Shape::column(tile) + part * Part::kColumns,
+                   Shape::row(tile) + (first + row_tile) * Part::kRows);
+        if (index > 0) {
+          cukit::bulk_wait_read<1>();
+          z->release(before);
+        }
       }
-      cukit::bulk_commit();
+      before = state;
     }
+    if (threadIdx.x % kWarpgroupThreads == 0) {
+      cukit::bulk_wait_read<0>();
+      z->release(before);
+    }
+    if constexpr (!ALTERNATING) phase ^= 1;
   }
 
-  // Releases the stages that were stored last, once TMA has read them.
-  CUKIT_DEVICE void release(cukit::Pipeline<STAGES>& pipeline) {
-    if (!any) return;
-    if (threadIdx.x % kWarpgroupThreads == 0) cukit::bulk_wait_read<0>();
-    pipeline.release(stored);
-    stored.advance();
-    pipeline.release(stored);
-  }
-
-  CUKIT_DEVICE void finish() const {
-    if (threadIdx.x % kWarpgroupThreads == 0) cukit::bulk_wait_read<0>();
-  }
+  CUKIT_DEVICE void finish() const {}
 
  private:
-  // Replaces gate and up by their gradients. `outer`: this lane's elements of h.
+  // Replaces gate and up of a part by their gradients. `outer`: this lane's elements of 64 rows of
+  // h.
   template <int N>
-  CUKIT_DEVICE void differentiate(const float (&outer)[N], unsigned char* const (&parts)[2]) const {
+  CUKIT_DEVICE void differentiate(const float (&outer)[N], int part, unsigned char* buffer) const {
+    constexpr int kBlocks = Part::kColumns / 16;
     const int lane = threadIdx.x % cukit::kWarpSize;
-    const int warp = threadIdx.x % kWarpgroupThreads / cukit::kWarpSize;
-    const int own_row = group * kWarpgroupRows + warp * 16 + lane % 16;
+    const int row = threadIdx.x % kWarpgroupThreads / cukit::kWarpSize * 16 + lane % 16;
+    unsigned at[kBlocks][2], packed[kBlocks][2][4];
 #pragma unroll
-    for (int block = 0; block < TILE_N / 16; ++block) {
-      unsigned at[2], packed[2][4];
+    for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
       for (int up = 0; up < 2; ++up) {
-        at[up] = Part::address(cukit::shared_address(parts[up]), own_row, 2 * block + lane / 16);
-        cukit::ldmatrix_x4(packed[up], at[up]);
+        at[block][up] = Part::address(cukit::shared_address(buffer) + up * Part::kBytes, row,
+                                      2 * block + lane / 16);
+        cukit::ldmatrix_x4(packed[block][up], at[block][up]);
       }
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float gate[2], up[2];
-        cukit::unpack<T>(gate, packed[0][j]);
-        cukit::unpack<T>(up, packed[1][j]);
+        cukit::unpack<T>(gate, packed[block][0][j]);
+        cukit::unpack<T>(up, packed[block][1][j]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const float h = outer[8 * block + 2 * j + i];
+          const float h = outer[8 * (part * kBlocks + block) + 2 * j + i];
           float slope;
           const float value = Activation::value_and_slope(gate[i], &slope);
           gate[i] = h * up[i] * slope;
           up[i] = h * value;
         }
-        packed[0][j] = cukit::pack<T>(gate[0], gate[1]);
-        packed[1][j] = cukit::pack<T>(up[0], up[1]);
+        packed[block][0][j] = cukit::pack<T>(gate[0], gate[1]);
+        packed[block][1][j] = cukit::pack<T>(up[0], up[1]);
       }
 #pragma unroll
-      for (int up = 0; up < 2; ++up) cukit::stmatrix_x4(at[up], packed[up]);
+      for (int up = 0; up < 2; ++up) cukit::stmatrix_x4(at[block][up], packed[block][up]);
     }
   }
 
-  // The rows of this consumer, in boxes of 64 x 64.
-  CUKIT_DEVICE void store_part(const unsigned char* part, int column, int row) const {
-    const unsigned char* const own = part + group * kWarpgroupRows * Part::kRowBytes;
-#pragma unroll
-    for (int box = 0; box < Part::kParts; ++box) {
-      cukit::tma_store_2d(grad, own + box * Part::kPartBytes, column + box * Part::kPartColumns,
-                          row);
+  // One thread. Commits a group even if all rows are outside: it is awaited in order.
+  CUKIT_DEVICE void store_part(const unsigned char* buffer, int column, int row) const {
+    if (row < rows) {
+      cukit::tma_store_2d(grad, buffer, column, row);
+      cukit::tma_store_2d(grad, buffer + Part::kBytes, columns + column, row);
     }
+    cukit::bulk_commit();
   }
 };
 
@@ -168,31 +177,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         const __grid_constant__ cukit::TensorMap grad,      // [m, 2 n]
                         const cukit::GemmParameters p) {
   __shared__ cukit::Pipeline<STAGES> pipeline;
+  __shared__ cukit::Pipeline<kParts> parts;
+  __shared__ cukit::StageBarriers<1> issued;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
+  unsigned char* const buffers = stages + STAGES * Shape::kStageBytes;
   const auto schedule = [&](int steps) {
     return cukit::DenseTiles<>{{(p.m + TILE_M - 1) / TILE_M, p.n / TILE_N, p.group, steps, 1}};
   };
-  Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
+  Block::prepare([&] {
+    pipeline.init(kRowConsumers * cukit::kWarpgroupWarps);
+    parts.init(1);
+    issued.init(cukit::kWarpgroupWarps);
+  });
   Block::run(
       [&] {
         if (threadIdx.x == 0) {
-          const Operands operands{{&grad_out, &w, p.m, p.n}, &z, p.steps};
-          cukit::produce(pipeline, stages, schedule(p.steps + 2), operands);
+          const cukit::DenseOperands<Shape> operands{&grad_out, &w, p.m, p.n};
+          cukit::produce(pipeline, stages, schedule(p.steps), operands);
+        } else if (threadIdx.x == cukit::kWarpSize) {
+          cukit::produce(parts, buffers, schedule(kParts), Preactivation{&z, p.m, p.n});
         }
       },
       [&] {
         const int group = Block::consumer_group();
-        const cukit::SharedProduct<Shape> product(stages, group);
-        const cukit::DenseTiles<> tiles = schedule(p.steps);
-        Epilogue epilogue{stages, &grad, p.m, p.n, group};
-        State state;
-        Tile tile;
-        typename cukit::SharedProduct<Shape>::Accumulators sums;
-        for (int turn = 0; tiles.tile(turn, tile); ++turn) {
-          product.multiply<1>(sums, pipeline, state, tile,
-                              [&](int) { epilogue.release(pipeline); });
-          epilogue.store(sums, pipeline, state, tile);
+        Epilogue epilogue{&parts, buffers, &grad, p.m, p.n, group,
+                          ALTERNATING ? static_cast<unsigned>(group) : 0u};
+        if constexpr (ALTERNATING) {
+          const cukit::SharedProduct<Shape> product(stages, 0);
+          cukit::consume_alternating(pipeline, issued, group, schedule(p.steps), product, epilogue);
+        } else {
+          const cukit::SharedProduct<Shape> product(stages, group);
+          cukit::consume(pipeline, schedule(p.steps), product, epilogue);
         }
-        epilogue.finish();
       });
 }

@@ -90,8 +90,8 @@ struct GroupedOperands {
   }
 };
 
-// SharedProduct for groups that may have no k steps. Clearing the accumulators also tells the
-// compiler that they are dead between tiles, while the schedule searches for the next one.
+// SharedProduct for groups that may have no k steps. Clearing the accumulators also makes them dead
+// between tiles, so that they occupy no registers while the schedule searches for the next tile.
 template <typename Shape>
 struct GroupedProduct : SharedProduct<Shape> {
   using SharedProduct<Shape>::SharedProduct;
@@ -118,9 +118,9 @@ struct GroupedEpilogue {
   static constexpr int kBytes = kTransposed ? Transposed::kBytes : Plain::kBytes;
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* out;    // boxes [1, 64, kPieceColumns]; transposed: [1, kTileN, 64]
-  const TensorMap* kept;   // kParts times as many columns
+  const TensorMap* kept;   // of the values that Transform keeps: kParts times the columns of out
   int m, n;                // extents that all groups share
-  int group;               // this consumer
+  int group;               // index of this consumer
   Transform transform;
 
   template <typename Accumulators>

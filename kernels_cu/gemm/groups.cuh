@@ -30,8 +30,8 @@ struct Groups {
   }
 };
 
-// Fills starts[groups + 1] with the first tile of each group, for tiles of `extent` rows. Called by
-// one warp; at most MostGroups groups.
+// Fills starts[groups + 1] with the first tile of each group and the total number of tiles, for
+// tiles of `extent` rows. Called by one warp; at most MostGroups groups.
 template <int MostGroups>
 CUKIT_DEVICE void count_tiles(int* starts, const Groups& rows, int groups, int extent) {
   constexpr int kPerLane = (MostGroups + kWarpSize - 1) / kWarpSize;

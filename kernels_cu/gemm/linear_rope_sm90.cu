@@ -1,14 +1,14 @@
-// A dense product whose epilogue rotates heads, on Hopper: persistent blocks, TMA, wgmma.
+// A dense product whose epilogue rotates heads (RoPE), on Hopper: persistent blocks, TMA, wgmma.
 //
 //   y = x w^T;  in each of the first `rotated` / HEAD_DIM heads of y's columns the pair (a, b) =
 //   (y[i], y[i + HEAD_DIM / 2]) becomes (a cos - b sin, b cos + a sin)
 //
-// Row r of x is at position r % period, the row of the tables. The rotation is computed on the
-// accumulators: both elements of a pair belong to one thread.
+// Row r of x has position r % period, its row in the tables of cosines and sines. The rotation is
+// computed on the accumulators: both elements of a pair belong to one thread.
 // Paper: Su et al., "RoFormer", arXiv:2104.09864.
 //
-// Mapping: as linear_sm90.cu without clusters and splits. A thread loads the cosines and sines of its
-//   two rows while the products run, and uses them for all heads of a tile.
+// Mapping: as linear_sm90.cu without clusters and splits. A thread loads the cosines and sines of
+//   its two rows while the products run, and uses them for all heads of a tile.
 // Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * 128 bytes, then the buffers of
 //   StagedEpilogue. Static: two barriers per stage.
 // Macros: DTYPE float16|bfloat16; TILE_M 128; TILE_N a multiple of HEAD_DIM, at most 256; HEAD_DIM

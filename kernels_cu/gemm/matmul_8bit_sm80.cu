@@ -72,7 +72,7 @@ CUKIT_DEVICE void copy_rows(unsigned tile, const unsigned char* from, long long 
   }
 }
 
-// Accumulates the product of a stage's 128 of k, for this warp.
+// Adds this warp's part of a stage's product, over 128 of k, to `acc`.
 CUKIT_DEVICE void multiply_stage(Accumulators& acc, unsigned stage, int warp_row, int warp_column) {
   const cukit::LeftMK<kTileK / 2> left(stage, warp_row, 0);
   const cukit::RightNK<kTileK / 2> right(stage + TILE_M * kTileK, warp_column, 0);

@@ -1,5 +1,4 @@
-// Products of 8-bit matrices on Hopper: int8 and FP8 (e4m3), with scales per tensor, row or
-// block.
+// Products of 8-bit matrices on Hopper: int8 and FP8 (e4m3), with scales per tensor, row or block.
 //
 //   out = (a - zero_point) b^T * a_scale * b_scale + bias
 //
@@ -16,14 +15,15 @@
 // SPLITS > 1: the blocks of a cluster split the k steps of one tile and add their accumulators
 //   through distributed shared memory (common/hopper/split_k.cuh); one tile per cluster, at least
 //   one step per block.
-// Shared memory, bytes: STAGES * ((TILE_M + TILE_N) * 128 + scales), dynamic: stages (a | b |
-//   scales per block: those of a's rows and of two or three column blocks, rounded up to 1024);
-//   then with RESULT 2 TILE_M * TILE_N * 2: store buffers of 64, 32 or 16 columns, the widest that
-//   divides TILE_N; with SPLITS the received accumulators. Static: two barriers per stage, one for
-//   the split.
+// Shared memory, bytes: STAGES * ((TILE_M + TILE_N) * 128 + scales), dynamic: stages (a | b | with
+//   BLOCKS the scales of a's rows and of one to three column blocks, rounded up to 1024); then with
+//   RESULT 2 TILE_M * TILE_N * 2: store buffers of 64, 32 or 16 columns, the widest that divides
+//   TILE_N; with SPLITS > 1 the received accumulators. Static: two barriers per stage, one for the
+//   split.
 // Macros: CODE Int8|Float8E4M3; OUT float16|bfloat16|float32|int32 (int32: the int8 accumulators);
-//   TILE_M 64|128|256; TILE_N a multiple of 16 up to 256; CONSUMERS 1|2; STAGES 2..;
-//   SPLITS 1|2|4|8; CLUSTER = SPLITS; PARTIALS 0|1|2; BLOCKS 0|1; RESULT 0 Pairs, 1 Rows, 2 Staged
+//   TILE_M 64|128|256; TILE_N a multiple of 16 up to 256 (with BLOCKS 240); CONSUMERS 1|2; STAGES
+//   2..; SPLITS 1|2|4|8; CLUSTER = SPLITS; PARTIALS 0|1|2, 2 only with 64 rows per consumer and
+//   TILE_N up to 128; BLOCKS 0|1; RESULT 0 Pairs, 1 Rows, 2 Staged
 //   (common/hopper/scaled_epilogue.cuh), not 2 with SPLITS > 1; BLOCKS_PER_SM;
 //   THREADS 128 * (CONSUMERS + 1).
 // Tensor maps: boxes of [box_a, 128] (a), [box_b, 128] (b) and [64, piece] (out, RESULT 2),

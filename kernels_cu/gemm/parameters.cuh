@@ -12,7 +12,7 @@ struct GemmParameters {
   int group;  // tile rows (with clusters, cluster rows) of a rasterisation group
 };
 
-// Also the rows of the TMA boxes of K-major operands.
+// A product and the rows of the TMA boxes of its K-major operands.
 struct LinearParameters {
   GemmParameters gemm;
   int box_a, box_b;
@@ -24,7 +24,7 @@ struct RotatedParameters {
   int period, rotated;
 };
 
-// For kernels whose tiles and rasterisation are fixed.
+// A product for a kernel whose rasterisation is fixed (linear_sm80).
 struct DenseParameters {
   int m, n, k;
 };
@@ -50,15 +50,16 @@ struct RowStrides {
 
 // Grouped products: each group of rows has its own matrix (grouped_gemm_sm90, grouped_fp8_sm90).
 struct GroupedParameters {
-  int m, n;            // extents that all groups share; 0 for the ragged one
-  int steps;           // ceil(k / TILE_K), at least 1; 0 if k is ragged
+  int m, n;            // extents that all groups share; 0 for the one that differs between groups
+  int steps;           // ceil(k / TILE_K), at least 1; 0 if k differs between groups
   int group;           // tile rows of a rasterisation group
   int groups;
   int longest;         // upper bound of a group's rows: the capacity, or the total number of rows
   int fixed_capacity;  // 1: each group has a capacity of `longest` rows; 0: groups are contiguous
 };
 
-// For kernels whose rasterisation is fixed (grouped_gemm_sm80): 0 for the ragged one of m and k.
+// Grouped products for a kernel whose rasterisation is fixed (grouped_gemm_sm80). m or k is 0 if it
+// differs between groups.
 struct GroupedDenseParameters {
   int m, n, k;
   int groups, longest, fixed_capacity;
@@ -73,7 +74,7 @@ struct BsrParameters {
 // A product of activations x [tokens, k] with a packed weight [rows, k]: out [tokens, rows].
 struct WeightOnlyParameters {
   int tokens, rows;
-  int columns;       // k, rounded up to a multiple of 16 bytes
+  int columns;       // row length of x, read without tensor maps only: k rounded up to 8 elements
   int steps;         // blocks of the weight along k, at least 1
   int group;         // tile rows of a rasterisation group
   int token_stride;  // of the scales of a float8 x: 0 if all tokens share one

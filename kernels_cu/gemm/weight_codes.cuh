@@ -13,8 +13,8 @@
 // a[0] is row g and a[1] row g + 8, both at the E = 2 or 4 columns from E t on; a[2] and a[3] are 4
 // E columns further.
 //
-// Decoding is exact: it gives code - zero point. The scale multiplies a group's accumulators in
-// float, so nothing is rounded before the accumulators.
+// Decoding is exact: it gives code - zero point. The kernels multiply a group's accumulators by the
+// scale in float or, with FOLD (gemm/weight_only.cuh), round scaled elements to 16 bits.
 #pragma once
 
 #include "common/platform.cuh"

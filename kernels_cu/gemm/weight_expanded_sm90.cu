@@ -54,7 +54,7 @@ static_assert(FLOAT8 && BITS == 4 && GROUP == cukit::kBlockColumns, "a group is 
 // One scale for 128 elements of a row of the weight.
 struct RowScales {
   static constexpr int kStageBytes = kUnits * kUnitScaleBytes;
-  int group;  // this consumer
+  int group;  // number of this consumer
 
   struct Factors {
     float of[2];  // for the lane's two rows
@@ -126,13 +126,15 @@ struct Expansion {
   unsigned char* expanded;
   int* claimed;  // packed blocks
   int* ready;    // [tile rows, steps]: packed blocks that have been expanded
-  int steps, units, group;
+  int steps, units, group;  // units: along the rows; group: tile rows of a rasterisation group
 
+  // Packed blocks of a tile row and step.
   CUKIT_DEVICE int expected(int tile_row) const {
     return min(kTileBlocks, 2 * units - tile_row * kTileBlocks);
   }
 
-  // Called by a warp; `strip`: kStripBytes of its shared memory.
+  // Claims and expands packed blocks until none are left. Called by a warp; `strip`: kStripBytes of
+  // shared memory for this warp.
   CUKIT_DEVICE void run(unsigned char* strip, const unsigned char* tables) const {
     const int lane = threadIdx.x % cukit::kWarpSize;
     const int blocks = 2 * units;
@@ -173,7 +175,7 @@ struct Expansion {
           cukit::fence_proxy_async_global();
         }
         pipeline.acquire(state);
-        __syncwarp();  // otherwise a lane could wait for this round after the next has ended
+        __syncwarp();  // otherwise a late lane could wait for this phase after the next has ended
         if (lane == 0) {
           cukit::Mbarrier* const full = pipeline.expect(state, Operands::kStageBytes);
           operands.load(stages + state.index * Operands::kStageBytes, full, tile, step);

@@ -41,8 +41,8 @@ using Tile = cukit::StreamKTile;
 // half, token 8 n + accumulator_column() + i.
 using TileAccumulators = float[TOKENS / 2];
 
-// Columns decoded at a time, while the previous chunk is multiplied: part of a group, or with FOLD
-// two groups of 32.
+// Columns decoded at a time, while the previous chunk is multiplied: at most one group, or with
+// FOLD two groups of 32.
 constexpr int kChunk = GROUP == 32 && !FOLD ? 32 : 64;
 constexpr int kChunkSteps = kChunk / Codes::kStepColumns;
 constexpr int kChunks = cukit::kBlockColumns / kChunk;
@@ -151,8 +151,8 @@ struct Epilogue {
 // block waits for another.
 struct StreamKFixup {
   Schedule schedule;
-  float4* pieces;  // [2 blocks][CONSUMERS][TOKENS / 8][128 threads]
-  int* arrivals;   // [shared tiles][CONSUMERS], zeros; zeros again when the kernel ends
+  float4* pieces;  // [2 * blocks][CONSUMERS][TOKENS / 8][128 threads]
+  int* arrivals;   // [shared tiles][CONSUMERS], zeros before and after the launch
   int* last;       // this consumer's word in shared memory
   int tokens;
   int group;  // this consumer

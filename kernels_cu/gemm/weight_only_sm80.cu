@@ -13,8 +13,8 @@
 //   (gemm/weight_codes.cuh) and multiplies it by every token.
 // Shared memory, bytes: STAGES * round_up(TOKENS * 256 + CONSUMERS * block bytes, 128), dynamic:
 //   stages (x, swizzled rows of 256 bytes | blocks of the weight). Static: a word per consumer.
-// Macros: those of gemm/weight_only.cuh, FLOAT8 0, TOKENS a multiple of 16, CONSUMERS 2; STAGES
-//   2..; THREADS 128 * CONSUMERS.
+// Macros: those of gemm/weight_only.cuh, with FLOAT8 0, FOLD 0, TOKENS a multiple of 16 and
+//   CONSUMERS 2; STAGES 2..; THREADS 128 * CONSUMERS.
 // Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/platform.cuh"
@@ -103,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
     const Scale* __restrict__ scales,          // GROUP 0: [rows]
     const T* __restrict__ bias,                // [rows] or null
     T* __restrict__ out,                       // [tokens, rows]
-    float4* __restrict__ pieces, int* __restrict__ arrivals,
+    float4* __restrict__ pieces,               // as in StreamKFixup, or null without partial tiles
+    int* __restrict__ arrivals,                // as in StreamKFixup, or null
     const cukit::WeightOnlyParameters p) {
   __shared__ int last[CONSUMERS];
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
@@ -127,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
     int index = 0;
     for (int step = tile.first_step; step < tile.end_step; ++step) {
       cukit::cp_async_wait<STAGES - 2>();
-      __syncthreads();  // this step has arrived, and the stage of the one before is free
+      __syncthreads();  // this step has arrived, and the previous step's stage is free
       const int free = index == 0 ? STAGES - 1 : index - 1;
       operands.load(stages + free * kStageBytes, tile, step + STAGES - 1);
       multiply(acc, group_acc, stages + index * kStageBytes, group);

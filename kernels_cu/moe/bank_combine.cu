@@ -4,8 +4,8 @@
 //
 // Also computes the gradient of a bank's input: f is then the identity, the weights are 1, and
 // shift is the gradient of the mean.
-// Mapping: grid (vectors of a sample, batch); one vector of VEC elements per thread. Shared memory:
-//   none.
+// Mapping: grid (blocks of THREADS vectors of a sample, batch); one vector of VEC elements per
+//   thread. Shared memory: none.
 // Macros: DTYPE float32|float16|bfloat16; VEC; ACTIVATION Silu|GeluErf|GeluTanh|Relu|NoActivation;
 //   WEIGHTED 0|1; SHIFTED 0|1; THREADS. Minimum architecture: sm_80. Accumulates in float in the
 //   order of the choices: deterministic.
@@ -18,7 +18,7 @@
 namespace {
 
 using T = cukit::element_t;
-constexpr int kAhead = 4;
+constexpr int kAhead = 4;  // layers whose outputs are loaded before the first is added
 
 }  // namespace
 

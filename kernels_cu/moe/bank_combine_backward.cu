@@ -1,12 +1,14 @@
-// Gradients of bank_combine.cu for the layers' products, and partial sums of those for their
-// weights.
+// Gradients of bank_combine.cu with respect to `hidden`, the outputs of the chosen layers, and
+// partial sums of the gradients with respect to `weights`.
 //
 //   grad_hidden[rows[b, s], t] = weights[b, s] * grad[b, t] * f'(hidden[rows[b, s], t])
 //   parts[b, s, part] = sum over the part of grad[b, t] * f(hidden[rows[b, s], t])
+//   f: the activation.
 //
 // Mapping: grid (top_k, parts, batch): adjacent blocks read the same part of grad. Each thread has
 //   kVecs vectors of VEC elements. Shared memory: one float per warp, static.
-// Macros: DTYPE float32|float16|bfloat16; VEC; ACTIVATION; THREADS. Minimum architecture: sm_80.
+// Macros: DTYPE float32|float16|bfloat16; VEC; ACTIVATION
+//   as in bank_combine.cu; THREADS. Minimum architecture: sm_80.
 //   Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/layer_bank.py, layer_bank_backward.
 #include "common/activation.cuh"

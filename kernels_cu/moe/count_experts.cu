@@ -1,7 +1,7 @@
-// First kernel of expert order: the number of choices of each expert in each chunk of tokens.
+// First kernel of expert_order: the number of choices of each expert in each chunk of tokens.
 //
-// Mapping: one block per chunk. Shared memory: 4 * BINS bytes, static. Macros:
-//   moe/expert_order.cuh.
+// Mapping: one block per chunk. Shared memory: 4 * BINS bytes, static.
+// Macros: moe/expert_order.cuh.
 // Minimum architecture: sm_80. Integer counts: deterministic. Reference: cukit/reference/moe.py,
 //   expert_order.
 #include "common/platform.cuh"

@@ -1,12 +1,13 @@
 // Mixture of depths: the tokens with the largest logits of each sequence.
 //
-//   indices = the `capacity` positions with the largest logits, ascending; ties to the first
+//   indices = the `capacity` positions with the largest logits, ascending; of equal logits, the
+//             first positions
 //   weights = sigmoid(logits[indices])         slots[indices[i]] = i, -1 elsewhere
 //
 // Paper: Raposo et al., "Mixture-of-Depths", arXiv:2404.02258.
-// Mapping: one block per sequence. Four passes over the logits find the smallest chosen one, from
-//   the most significant byte down (radix select); one more pass writes the chosen positions in
-//   order.
+// Mapping: one block per sequence. Four passes over the logits find the key of the smallest chosen
+//   logit, one byte each from the most significant down (radix select); one more pass writes the
+//   chosen positions in order.
 // NaN ranks below all numbers. Shared memory: 1 KiB + 8 bytes + 4 bytes per warp, static.
 // Macros: DTYPE float32|float16|bfloat16; THREADS a multiple of 32, at least 256.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/depth.py.
@@ -30,7 +31,8 @@ CUKIT_DEVICE unsigned key_of(T logit) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The number of lower threads of the block that have `flag`; `total` counts all threads.
+// The number of threads before this one in the block with `flag` set; `total` counts all threads.
+// Contains barriers.
 CUKIT_DEVICE int count_before(bool flag, int* warp_counts, int* total) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int warp = threadIdx.x / cukit::kWarpSize;

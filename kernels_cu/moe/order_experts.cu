@@ -1,11 +1,12 @@
-// Second kernel of expert_order: the experts' offsets, the row of every choice, and the router's
-// losses.
+// Second kernel of expert_order: the counts and offsets of the experts, the row of every choice, and
+// the router's losses.
 //
 // Mapping: one block per chunk of tokens; the first also writes counts and offsets. With LOSSES one
 //   more block computes the losses. Blocks may start while the first kernel still runs
 //   (moe/expert_order.cuh).
-// Shared memory: 4 * BINS * (THREADS / 32 + 2) bytes, static. Macros: moe/expert_order.cuh; LOSSES
-//   0|1; POLLS 0|1: whether the first kernel is a router, which writes `experts`; 1 with LOSSES.
+// Shared memory: 4 * BINS * (THREADS / 32 + 2) bytes, with LOSSES THREADS / 8 more, static.
+// Macros: moe/expert_order.cuh; LOSSES 0|1; POLLS 0|1: whether the first kernel is a router, which
+//   writes `experts`; 1 with LOSSES.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/moe.py, expert_order and
 //   topk_router.
 #include "common/platform.cuh"
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1) o
   cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
   __syncthreads();
   cukit::scan_tables(tables, result, p, chunk == 0);
-  if (weights != nullptr) cukit::wait_for_previous_grids();  // 0 replaces those of dropped choices
+  if (weights != nullptr) cukit::wait_for_previous_grids();  // dropped weights become 0
   cukit::place_choices(tables, own, choices, p, result, first);
   cukit::wait_for_previous_grids();  // the next kernel may read what the first one wrote
 }

@@ -10,7 +10,7 @@
 // experts are still valid.
 //
 // Mapping: one block per chunk of tokens, one warp per token at a time (router_scores.cuh). A
-//   choice takes one maximum over the warp, of the logits as ordered integers, and a ballot. WHOLE:
+//   choice takes one maximum over the warp, of the ranked values as ordered integers, and a ballot. WHOLE:
 //   the grid is one block, which also orders the choices; otherwise order_experts.cu orders them
 //   from `experts` and `chunk_counts`; its blocks may already be resident on the same SMs and poll
 //   both arrays.
@@ -40,7 +40,7 @@ static_assert(WHOLE || cukit::kCountsFit, "a thread writes at most one word of c
 constexpr unsigned kRemoved = 0;  // below every key
 
 constexpr bool kSoftmax = cukit::kScoring == cukit::Scoring::Softmax;
-// Whether the softmax's sum is computed. Weights with a sum of 1 do not depend on it.
+// Whether the softmax's sum is computed. Renormalised softmax weights do not depend on it.
 constexpr bool kNeedsSum = LOSSES || (kSoftmax && (BIASED || !RENORMALIZE));
 
 // A chosen expert, passed through shared memory to the lane of the choice.

@@ -8,10 +8,11 @@
 // Mapping: a thread processes ITEMS vectors of 16 bytes of values, THREADS apart, and loads all of
 //   them before it uses the first.
 // Shared memory: none.
-// Macros: those of common/quant/codes.cuh and quantization/access.cuh; SCALE and ZERO_POINT (or
-//   `none`) are float32|float16|bfloat16|int8; BLOCK_ROWS, BLOCK_COLS: extents of a block, 0 for
-//   any; ONE_SCALE 0|1: no vector spans two blocks; INDEX uint32|uint64: large enough for the
-//   number of values that the vectors of a grid cover; THREADS; ITEMS.
+// Macros: those of common/quant/codes.cuh and quantization/access.cuh; SCALE
+//   float32|float16|bfloat16|int8; ZERO_POINT the same or `none`; BLOCK_ROWS, BLOCK_COLS: extents of
+//   a block, 0: those in BlockedMatrices; ONE_SCALE 0|1: no vector spans two blocks; INDEX
+//   uint32|uint64, which must hold the number of values that the grid's vectors cover; THREADS;
+//   ITEMS.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
 #include "common/index.cuh"
@@ -54,8 +55,8 @@ struct Factors {
   }
 };
 
-// A vector of values: its row, counted over all matrices, and its first column. `count` values
-// remain in the row, none if `count` is not positive.
+// A vector of values: its row, counted over all matrices, its first column, and the number of
+// values from there to the end of the row; `count` is 0 beyond the last row.
 struct Place {
   Index row, col;
   long long count;

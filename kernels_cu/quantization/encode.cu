@@ -46,7 +46,7 @@ CUKIT_DEVICE unsigned word_of(const float* x) {
   }
 }
 
-// Encodes the first kPerByte values into a byte; values from `count` on count as 0.
+// Encodes the first kPerByte values into a byte; values at `count` and beyond are taken as 0.
 CUKIT_DEVICE unsigned char encode_byte(const T* values, long long count) {
   float x[kGroup] = {};
 #pragma unroll

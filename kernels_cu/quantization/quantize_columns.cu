@@ -5,7 +5,7 @@
 //   block of values; THREADS / COLS_THREADS threads per vector divide the rows. Rows are read once
 //   for the extremes and once for the codes; the second read hits L2 unless the columns are long.
 // Shared memory: THREADS / COLS_THREADS rows of COLS_THREADS * 16 / sizeof(DTYPE) words per
-//   extreme.
+//   extreme (two extremes with ZERO_POINTS), static.
 // Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS; COLS_THREADS;
 //   ITEMS: rows that a thread loads at once.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
     }
   }
   __syncthreads();
-  // One thread per column combines them and writes the result to the first row.
+  // One thread per column combines the extremes of all row threads in row 0 of `shared`.
   for (int column = threadIdx.x; column < kWidth; column += THREADS) {
 #pragma unroll
     for (int j = 0; j < Extremes::kCount; ++j) {

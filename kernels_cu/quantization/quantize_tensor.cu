@@ -5,9 +5,9 @@
 //   consecutive vectors of 16 bytes. tensor_codes runs the rounds backwards, starting with the data
 //   that tensor_extremes left in L2. Each of its blocks combines all extremes of its tensor, which
 //   needs no initialisation and no atomics.
-// Shared memory: THREADS / 32 words, static.
+// Shared memory: THREADS / 32 words, twice as many with ZERO_POINTS, static.
 // Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS a multiple of 32;
-//   ITEMS.
+//   ITEMS: vectors that a thread loads at once.
 // Minimum architecture: sm_80 (FP8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
@@ -25,8 +25,8 @@ using T = cukit::element_t;
 
 constexpr long long kRound = THREADS * ITEMS * kValues;  // values per thread block and round
 
-// Calls f(values of ITEMS vectors, index of the first) for every round of this block. Vectors are
-// THREADS apart.
+// Calls f(values of ITEMS vectors, index of the first value) for every round of this block. A
+// thread's vectors are THREADS vectors apart.
 template <bool Backwards, typename F>
 CUKIT_DEVICE void rounds(const T* tensor, const cukit::WholeTensors& at, F f) {
   const long long count = (at.size + kRound - 1) / kRound;
@@ -50,7 +50,7 @@ CUKIT_DEVICE void combine(Extremes& extremes, int* scratch) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) tensor_extremes(
     const T* __restrict__ x,    // [num_tensors, size]
-    int* __restrict__ partial,  // [num_tensors, parts, 1 or with ZERO_POINTS 2]
+    int* __restrict__ partial,  // [num_tensors, parts, 1], with ZERO_POINTS [.., 2]
     const __grid_constant__ cukit::WholeTensors at) {
   __shared__ int scratch[Extremes::kCount * THREADS / cukit::kWarpSize];
   Extremes extremes;

@@ -105,10 +105,10 @@ def eight_bits() -> None:
 def grouped() -> None:
     """Both layouts, plain and transposed tiles, gradients, unaligned rows; FP8."""
     rng = np.random.default_rng(3)
-    for counts, set_aside, (n, k) in itertools.product(
+    for counts, fixed_capacity, (n, k) in itertools.product(
         test_grouped.GROUPS.values(), (False, True), ((144, 72), (46, 37))
     ):
-        groups = test_grouped.Groups(rng, counts, set_aside, k, "bfloat16")
+        groups = test_grouped.Groups(rng, counts, fixed_capacity, k, "bfloat16")
         where = groups.where("gpu")
         weights = random(rng, (len(counts), n, k), "bfloat16")
         grad = groups.rows(rng, n, "bfloat16")

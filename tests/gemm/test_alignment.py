@@ -134,10 +134,10 @@ def shifted(array):
 @pytest.mark.filterwarnings("ignore:.*running the reference")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("name", OPS)
-def test_is_right_or_names_the_argument(device, rng, name, arch):
-    """Each argument in turn: a fault on the GPU would end the process."""
+def test_correct_result_or_error_that_names_the_argument(device, rng, name, arch):
+    """Each argument is misaligned in turn: a fault on the GPU would end the process."""
     if device == "cpu" or (device == "gpu" and arch == "sm_80"):
-        pytest.skip("a rule of the kernels; one GPU")
+        pytest.skip("a requirement of the kernels; one GPU")
     function, shapes = OPS[name]
     arrays = {key: argument(rng, key, shape) for key, shape in shapes.items() if key != "out"}
     op = name.split(",")[0]

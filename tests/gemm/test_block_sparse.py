@@ -142,7 +142,7 @@ def test_tiles_are_distributed_evenly(costs, num_blocks):
     assert all((np.diff(share) > 0).all() for share in shares)
 
 
-def test_blocks_of_a_random_pattern_end_together(rng):
+def test_thread_blocks_have_similar_loads_for_a_random_pattern(rng):
     """The longest load is within 2% of the mean (3% without exchanges)."""
     mask = rng.random((128, 128)) < 0.1
     work = matmul_work(BlockPattern.from_mask(mask, 64).indptr, 4096, 64, 512, 132)
@@ -229,7 +229,7 @@ def test_the_plan(block, block_rows, n, device, columns):
     assert (None if tiling is None else tiling.columns) == columns
 
 
-def test_activations_are_read_in_whole_lines():
+def test_transposed_operands_are_read_in_whole_cache_lines():
     """A transposed dense operand is read 64 elements at a time if the block size allows."""
     for block, tile_k in ((16, 32), (32, 32), (64, 64), (128, 64)):
         transposed = Transposed(False, True, True)
@@ -238,7 +238,7 @@ def test_activations_are_read_in_whole_lines():
         assert config.tiling.tile_k == tile_k
 
 
-def test_clusters_share_blocks_where_none_is_half_empty():
+def test_clusters_need_an_even_number_of_column_tiles():
     for n, cluster in ((4096, 2), (4352, 1), (4400, 2)):
         transposed = Transposed(False, False, False)
         tiling = plan_bsr_matmul(128, 64, n, "bfloat16", transposed, HOPPER).tiling

@@ -22,6 +22,7 @@ from cukit.gemm.sparse._bsr_schedule import group_rows, matmul_work, pad_groups
 from cukit.reference import bsr as reference
 from tests.contract import (
     another_order,
+    array_module,
     assert_close,
     check_against_reference,
     poisoned,
@@ -74,7 +75,7 @@ def test_sparse_times_dense(device, rng, block, transpose_a, transpose_b):
 @pytest.mark.parametrize("block", MASKS)
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_dense_times_sparse(device, rng, block, transpose_b):
-    """Of activations [batch, seq_len, features], as in a sparse linear layer and its backward."""
+    """Activations [batch, seq_len, features], as in a sparse linear layer and its backward."""
     pattern = pattern_of(block)
     x = random(rng, (3, 11, pattern.shape[transpose_b]), "float16")
     check_against_reference(
@@ -115,7 +116,7 @@ def test_every_tiling(device, rng, tiling, flag, wide_box):
     if flag and wide_box:
         pytest.skip("a transposed operand has one box anyway")
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     pattern = pattern_of(tiling.block)
     m, k = pattern.shape[::-1] if flag else pattern.shape
     n = tiling.columns + (64 if wide_box else 40)
@@ -126,7 +127,7 @@ def test_every_tiling(device, rng, tiling, flag, wide_box):
         "bfloat16", tiling.block, Transposed(flag, flag, flag), tiling, wide_box
     )
     placed = to_device(device, values, dense)
-    xp = np if device == "emulator" else __import__("cupy")
+    xp = array_module(device)
     launch = MatmulSm90(config, pattern, m, n, xp)
     for repeat in range(2):
         with another_order(device, repeat):
@@ -168,8 +169,11 @@ def test_entries_that_share_a_stage_are_padded(rng):
 @pytest.mark.parametrize("sparse_first", [False, True])
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
-def test_expanded(device, rng, monkeypatch, sparse_first, transpose_a, transpose_b):
-    """As a dense product, which the plan chooses for large matrices of many small blocks."""
+def test_products_of_the_expanded_matrix(
+    device, rng, monkeypatch, sparse_first, transpose_a, transpose_b
+):
+    """Products of the expanded matrix, which the plan chooses for large matrices of many small
+    blocks."""
     monkeypatch.setattr("cukit.gemm.sparse.bsr.prefers_dense", lambda *_, **__: True)
     pattern = pattern_of(32)
     options = {"transpose_a": transpose_a, "transpose_b": transpose_b}
@@ -208,11 +212,11 @@ def test_many_small_blocks_are_expanded():
 
 @pytest.mark.parametrize("block", MASKS)
 @pytest.mark.parametrize("flag", [False, True])
-def test_the_kernels_for_any_gpu(device, rng, block, flag):
-    """Which Hopper does not plan."""
+def test_the_sm80_kernels(device, rng, block, flag):
+    """The mma.sync kernels, which are never planned on Hopper."""
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
-    xp = np if device == "emulator" else __import__("cupy")
+        pytest.skip("the CPU has no such kernels")
+    xp = array_module(device)
     pattern, n, k = pattern_of(block), 136, 200
     values = values_of(rng, pattern, "bfloat16")
     rows, inner = pattern.shape[::-1] if flag else pattern.shape
@@ -243,7 +247,7 @@ def test_the_kernels_for_any_gpu(device, rng, block, flag):
 @pytest.mark.parametrize("tiling", HOPPER_SAMPLED, ids=name)
 def test_every_tiling_of_a_sampled_product(device, rng, tiling):
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     block = tiling.block
     mask = np.ones((2 * tiling.slots, tiling.columns // block + 1), bool)
     mask[0, ::3] = False
@@ -252,13 +256,13 @@ def test_every_tiling_of_a_sampled_product(device, rng, tiling):
     a, b = random(rng, (m, k), "bfloat16", scale=k**-0.5), random(rng, (k, n), "bfloat16")
     values = poisoned(device, (pattern.num_blocks, block, block), "bfloat16")
     config = BsrSampledConfig("bfloat16", block, False, False, tiling)
-    xp = np if device == "emulator" else __import__("cupy")
+    xp = array_module(device)
     SampledSm90(config, pattern, k, xp)(*to_device(device, a, b), values)
     wide = reference.bsr_matmul(a.astype(np.float64), b.astype(np.float64), pattern=pattern)
     assert_close("values", values, reference.bsr_matmul(a, b, pattern=pattern), wide)
 
 
-def test_nothing_to_multiply(device):
+def test_empty_operands(device):
     empty = BlockPattern.from_mask(np.zeros((2, 3), bool), 64)
     (x,) = to_device(device, np.ones((5, 192), np.float16))
     (values,) = to_device(device, np.ones((0, 64, 64), np.float16))
@@ -292,7 +296,8 @@ def test_out_is_filled_and_returned(device, rng):
 
 @pytest.mark.gpu
 def test_the_second_product_may_be_on_another_stream(rng):
-    """It uses the schedule of the first one, which is behind other work on its stream."""
+    """The second product uses the schedule of the first one, which is queued behind other work on
+    its stream."""
     cupy = pytest.importorskip("cupy")
     pattern = pattern_of(64)
     x, values = random(rng, (64, pattern.shape[1]), "bfloat16"), values_of(rng, pattern, "bfloat16")
@@ -314,7 +319,7 @@ def test_the_second_product_may_be_on_another_stream(rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_large(rng, block):
-    """More tiles than the grid has blocks, in many turns."""
+    """Many more tiles than blocks in the grid."""
     pattern = BlockPattern.from_mask(create_sparse_mask((2048, 4096), block, 0.2), block)
     x = random(rng, (4104, 4096), "bfloat16", scale=4096**-0.5)
     check_against_reference(

@@ -36,7 +36,7 @@ def operands(rng, m, n, k, kind):
 
 
 def check(out, a, b, sum_error=SUM_ERROR, bias=0.0):
-    """Each element is within its error bound; 1 - the similarity to float64 is below 1e-3."""
+    """Each element is within its error bound; the Dice similarity to float64 is above 0.999."""
     exact = reference.matmul_fp8(a, b, out_dtype=np.float64) + bias
     result = to_host(out).astype(np.float64)
     rounding = float(np.finfo(np.float32).eps if out.dtype == np.float32 else 2.0**-8)
@@ -44,8 +44,8 @@ def check(out, a, b, sum_error=SUM_ERROR, bias=0.0):
     worst = np.unravel_index((np.abs(result - exact) / bound).argmax(), exact.shape)
     assert abs(result[worst] - exact[worst]) <= bound[worst], (worst, result[worst], exact[worst])
     if exact.any():
-        likeness = 2 * (result * exact).sum() / ((result**2).sum() + (exact**2).sum())
-        assert 1 - likeness < 1e-3
+        similarity = 2 * (result * exact).sum() / ((result**2).sum() + (exact**2).sum())
+        assert 1 - similarity < 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +66,7 @@ def test_bias_and_float32(device, rng):
     check(out, a, b, bias=bias)
 
 
-def test_scales_row_by_row_are_copied(device, rng):
+def test_row_major_scales_are_copied(device, rng):
     a, b = operands(rng, 33, 72, 300, "blocks")
     rows = cukit.QuantizedArray(
         a.storage, a.dtype, a.shape, np.ascontiguousarray(a.scales), None, 1, 128
@@ -107,8 +107,8 @@ TILINGS = [
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("row", marks=pytest.mark.slow)])
 def test_every_kind_of_tiling(device, rng, tiling, kind):
-    """Planned for one SM: without split-k, blocks process several tiles. More than 32 k steps, an
-    odd number; tiles that start anywhere within blocks of scales."""
+    """The grid is planned for one SM, so without split-k a block processes several tiles. k has 35
+    steps; tiles do not start at the borders of scale blocks."""
     if device == "cpu":
         pytest.skip("the CPU has no tilings")
     m, n, k = 200, 328, 35 * 128 - 16

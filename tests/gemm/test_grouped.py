@@ -40,16 +40,16 @@ CAPACITY = 140
 class Groups:
     """Rows of groups in one of the layouts, with NaN in rows of no group."""
 
-    def __init__(self, rng, counts, set_aside, k, dtype):
+    def __init__(self, rng, counts, fixed_capacity, k, dtype):
         self.counts = np.array(counts, np.int32)
         self.offsets = np.array([0, *np.cumsum(counts)], np.int32)
-        self.set_aside = set_aside
+        self.fixed_capacity = fixed_capacity
         self.capacity = max(CAPACITY, *counts) if max(counts) > CAPACITY else CAPACITY
         groups = len(counts)
-        self.lead = (groups, self.capacity) if set_aside else (int(self.offsets[-1]) + 5,)
+        self.lead = (groups, self.capacity) if fixed_capacity else (int(self.offsets[-1]) + 5,)
         self.used = np.zeros(self.lead, bool)
         for group, count in enumerate(counts):
-            if set_aside:
+            if fixed_capacity:
                 self.used[group, :count] = True
             else:
                 self.used[self.offsets[group] : self.offsets[group + 1]] = True
@@ -64,14 +64,16 @@ class Groups:
     def where(self, device):
         """The argument with the groups' offsets or counts."""
         name, value = (
-            ("expert_counts", self.counts) if self.set_aside else ("expert_offsets", self.offsets)
+            ("expert_counts", self.counts)
+            if self.fixed_capacity
+            else ("expert_offsets", self.offsets)
         )
         return {name: to_device(device, value)[0]}
 
     @property
     def layout(self):
         rows = int(np.prod(self.lead))
-        return Layout(len(self.counts), rows, self.lead[-1], self.set_aside)
+        return Layout(len(self.counts), rows, self.lead[-1], self.fixed_capacity)
 
 
 def check(device, groups, function, expected, names):
@@ -93,13 +95,13 @@ def check(device, groups, function, expected, names):
 
 
 @pytest.mark.parametrize("counts", GROUPS | LARGE)
-@pytest.mark.parametrize("set_aside", [False, True])
+@pytest.mark.parametrize("fixed_capacity", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("transposed", [False, True])
 @possible(lambda device, counts: device == "gpu" or counts in GROUPS)
-def test_matches_reference(device, rng, counts, set_aside, dtype, transposed):
+def test_matches_reference(device, rng, counts, fixed_capacity, dtype, transposed):
     n, k = (136, 72) if counts in GROUPS else (520, 328)
-    groups = Groups(rng, (GROUPS | LARGE)[counts], set_aside, k, dtype)
+    groups = Groups(rng, (GROUPS | LARGE)[counts], fixed_capacity, k, dtype)
     shape = (len(groups.counts), *((k, n) if transposed else (n, k)))
     weights = random(rng, shape, dtype, scale=k**-0.5)
     placed_x, placed_weights = to_device(device, groups.x, weights)
@@ -141,13 +143,13 @@ def test_no_rows(device, num_groups):
 
 
 @pytest.mark.parametrize("counts", GROUPS | LARGE)
-@pytest.mark.parametrize("set_aside", [False, True])
+@pytest.mark.parametrize("fixed_capacity", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @possible(lambda device, counts: device == "gpu" or counts in GROUPS)
-def test_backward_matches_reference(device, rng, counts, set_aside, dtype):
+def test_backward_matches_reference(device, rng, counts, fixed_capacity, dtype):
     """Rows of no group are NaN: they must not enter any sum."""
     n, k = (136, 72) if counts in GROUPS else (520, 328)
-    groups = Groups(rng, (GROUPS | LARGE)[counts], set_aside, k, dtype)
+    groups = Groups(rng, (GROUPS | LARGE)[counts], fixed_capacity, k, dtype)
     weights = random(rng, (len(groups.counts), n, k), dtype, scale=n**-0.5)
     grad_out = groups.rows(rng, n, dtype)
     placed = to_device(device, grad_out, groups.x, weights)
@@ -166,13 +168,13 @@ def test_backward_matches_reference(device, rng, counts, set_aside, dtype):
 
 
 @pytest.mark.parametrize("counts", GROUPS | LARGE)
-@pytest.mark.parametrize("set_aside", [False, True])
+@pytest.mark.parametrize("fixed_capacity", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("keep", [False, True])
 @possible(lambda device, counts: device == "gpu" or counts in GROUPS)
-def test_gated_matches_reference(device, rng, counts, set_aside, activation, keep):
+def test_gated_matches_reference(device, rng, counts, fixed_capacity, activation, keep):
     n, k, dtype = (136, 72, "bfloat16") if counts in GROUPS else (520, 328, "bfloat16")
-    groups = Groups(rng, (GROUPS | LARGE)[counts], set_aside, k, dtype)
+    groups = Groups(rng, (GROUPS | LARGE)[counts], fixed_capacity, k, dtype)
     weights = random(rng, (len(groups.counts), 2 * n, k), dtype, scale=k**-0.5)
     placed = to_device(device, groups.x, weights)
 
@@ -216,7 +218,7 @@ TILINGS = [
 def test_every_tiling(device, rng, kind, tiling):
     """A grid of two blocks processes all tiles, ragged on every axis. None: tiles of mma.sync."""
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     counts, dtype = [150, 0, 1, 77], "bfloat16"
     product = PROBLEMS[kind]
     n, k = (product.m, product.n) if kind == "weights" else (product.n, product.k)
@@ -252,7 +254,7 @@ def test_every_tiling(device, rng, kind, tiling):
 
 
 @pytest.mark.gpu
-def test_a_graph_may_capture_it(rng):
+def test_a_graph_replays_with_other_offsets(rng):
     """A replay uses the current contents of the offsets."""
     import cupy
 
@@ -309,7 +311,7 @@ def test_errors_name_the_argument(arguments, error, message):
 
 def test_limits_of_the_kernel_are_named(device):
     if device == "cpu":
-        pytest.skip("rules of the kernel")
+        pytest.skip("requirements of the kernels")
     x, weights, offsets = to_device(
         device,
         np.ones((4, 8), np.float16),
@@ -320,20 +322,20 @@ def test_limits_of_the_kernel_are_named(device):
         grouped_gemm(x, weights, offsets)
 
 
-@pytest.mark.parametrize("set_aside", [False, True])
-def test_rows_that_are_not_aligned(device, rng, set_aside):
-    check_ops(device, rng, 45, 37, set_aside)
+@pytest.mark.parametrize("fixed_capacity", [False, True])
+def test_rows_that_are_not_aligned(device, rng, fixed_capacity):
+    check_ops(device, rng, 45, 37, fixed_capacity)
 
 
 def test_other_architectures(rng):
     with cukit.backend("emulator", arch="sm_80"):
-        check_ops("cpu", rng, 136, 72, set_aside=False)
+        check_ops("cpu", rng, 136, 72, fixed_capacity=False)
 
 
-def check_ops(device, rng, n, k, set_aside):
+def check_ops(device, rng, n, k, fixed_capacity):
     """Compares all three ops with the reference."""
     dtype = "float16"
-    groups = Groups(rng, GROUPS["ragged"], set_aside, k, dtype)
+    groups = Groups(rng, GROUPS["ragged"], fixed_capacity, k, dtype)
     weights = random(rng, (len(groups.counts), 2 * n, k), dtype, scale=k**-0.5)
     half = weights[:, :n].copy()
     grad = groups.rows(rng, n, dtype, scale=n**-0.5)

@@ -54,13 +54,13 @@ def expected(x, weights, groups):
 
 
 @pytest.mark.parametrize("counts", GROUPS | LARGE)
-@pytest.mark.parametrize("set_aside", [False, True])
+@pytest.mark.parametrize("fixed_capacity", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @possible(lambda device, counts: device == "gpu" or counts in GROUPS)
-def test_matches_reference(device, rng, counts, set_aside, dtype):
+def test_matches_reference(device, rng, counts, fixed_capacity, dtype):
     """k is not a multiple of a scale block, n not of a tile."""
     n, k = (136, 208) if counts in GROUPS else (520, 912)
-    groups = Groups(rng, (GROUPS | LARGE)[counts], set_aside, 8, "float16")
+    groups = Groups(rng, (GROUPS | LARGE)[counts], fixed_capacity, 8, "float16")
     x, weights = operands(rng, groups, n, k)
     out = poisoned(device, (*groups.lead, n), dtype)
     bits = None
@@ -84,7 +84,7 @@ def test_matches_reference(device, rng, counts, set_aside, dtype):
 def test_every_tiling(device, rng, tiling):
     """A grid of two blocks processes all tiles; tiles span two blocks of scales."""
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     n, k = 328, 272
     groups = Groups(rng, [150, 0, 1, 77], False, 8, "float16")
     x, weights = operands(rng, groups, n, k)

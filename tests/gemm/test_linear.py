@@ -40,7 +40,7 @@ from tests.contract import (
     to_host,
 )
 
-# (m, n, k): one tile, a corner of one, ragged edges, more steps than stages, odd extents, no rows.
+# (m, n, k): one tile, part of a tile, ragged edges, more steps than stages, odd extents, no rows.
 SHAPES = [(128, 128, 64), (3, 8, 8), (130, 136, 72), (64, 128, 712), (5, 7, 9), (130, 71, 65)]
 LARGE = [(1024, 1000, 520), (4096, 4096, 4096), (300, 3001, 2999)]
 DTYPES = ["float16", "bfloat16"]
@@ -124,7 +124,7 @@ def test_every_tiling(device, rng, tiling, m, n, k):
     """A small grid processes all tiles, ragged on every axis, in rasterisation groups that do
     not divide them; in the last tile, a cluster's second block has no rows."""
     if device == "cpu" or tiling.splits > -(-k // 64):
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     x, w = operands(rng, m, n, k, "bfloat16")
     bias = random(rng, (n,), "bfloat16")
     y, z = (poisoned(device, (m, n), "bfloat16") for _ in range(2))
@@ -146,7 +146,7 @@ def test_every_tiling(device, rng, tiling, m, n, k):
 def test_overlapped_tiles(device, rng, tiling, activation):
     """Blocks with one, two and more tiles, ragged on every axis."""
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     m, n, k = 136, 552, 392
     x, w = operands(rng, m, n, k, "bfloat16")
     bias = random(rng, (n,), "bfloat16")
@@ -181,7 +181,7 @@ def linear_results(x, w, bias, dtype):
 def test_every_gated_tiling(device, rng, tiling):
     """Extents that are not multiples of a tile: columns beyond the gate's belong to up."""
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     m, n, k = 200, 136, 264
     x, gate, up = operands(rng, m, n, k, "float16", weights=2)
     y, z = poisoned(device, (m, n), "float16"), poisoned(device, (m, 2 * n), "float16")
@@ -205,7 +205,7 @@ def test_every_gated_tiling(device, rng, tiling):
 @pytest.mark.parametrize("kernel", ["sm90", "sm90 transposed", "sm80", "sm80 unaligned"])
 def test_every_layout(device, rng, major_a, major_b, kernel):
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     if kernel == "sm90 transposed" and major_a == "MN":
         pytest.skip("few tokens lie K-major")
     m, n, k = (137, 71, 201) if kernel == "sm80 unaligned" else (136, 200, 328)
@@ -264,7 +264,7 @@ def test_leading_axes_are_rows(device, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_to_sum(device, dtype):
+def test_empty_k(device, dtype):
     x, w, bias = to_device(
         device,
         random(np.random.default_rng(0), (3, 0), dtype),
@@ -300,7 +300,7 @@ X, W = np.ones((4, 16), np.float16), np.ones((6, 16), np.float16)
             r"linear: w must have shape \(any, 16\)",
         ),
         (lambda: linear(X, W.astype(np.float32)), ArrayDtypeError, "w must have the dtype of x"),
-        (lambda: linear(X, W, X), ArrayShapeError, r"bias must have shape \(6\)"),
+        (lambda: linear(X, W, X), ArrayShapeError, r"bias must have shape \(6,\)"),
         (lambda: linear(X, W, None, "tanh"), ConfigError, "one of None, 'relu', .* got 'tanh'"),
         (lambda: linear(X, W, out=X), ArrayShapeError, r"out must have shape \(4, 6\)"),
         (
@@ -328,9 +328,9 @@ def test_errors_name_the_argument(call, error, message):
         call()
 
 
-def test_kernels_take_16_bit_floats(device):
+def test_kernels_reject_float32(device):
     if device == "cpu":
-        pytest.skip("a rule of the kernel")
+        pytest.skip("a requirement of the kernels")
     x = to_device(device, X.astype(np.float32))[0]
     with pytest.raises(ArrayDtypeError, match="linear: x must be float16, bfloat16"):
         linear(x, x)
@@ -472,7 +472,7 @@ def tiling_named(name):
         ("sm_120", 4096, 4096, True, "linear_sm80"),
     ],
 )
-def test_which_kernel(arch, n, k, aligned, expected):
+def test_choice_of_the_kernel(arch, n, k, aligned, expected):
     config = plan_linear(Product(64, n, k, "float16"), aligned, TYPICAL_DEVICES[arch])
     assert config.spec().entry == expected
     if expected == "linear_sm80":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 
@@ -83,23 +84,32 @@ def through(backward, grad_out, x, w, z, down, activation):
     return backward(grad_out, x, w, z, activation, down=down)
 
 
-@pytest.mark.parametrize("num_sms", [1, 2, 5])
+@pytest.mark.parametrize("num_blocks", [1, 2, 5])
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 256, 72), (328, 384, 40), (520, 256, 776)])
-def test_the_fused_gradient_of_the_preactivation(device, rng, m, n, k, num_sms):
-    """Blocks with several tiles, ragged rows and k steps, fewer and more steps than stages."""
+def test_the_fused_gradient_of_the_preactivation(device, rng, monkeypatch, m, n, k, num_blocks):
+    """Blocks with no tile, one, an odd and an even number of tiles; ragged rows and k steps, fewer
+    and more steps than stages. Both divisions of the tiles between the consumers give the same
+    bits."""
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     grad_out, z = random(rng, (m, k), "bfloat16"), random(rng, (m, 2 * n), "bfloat16")
     w = random(rng, (k, n), "bfloat16", scale=k**-0.5)
+    low, wide = (preactivation_gradient(grad_out, w, z, t) for t in (np.float32, np.float64))
     product = Product(m, n, k, "bfloat16", major_b="MN")
-    launch = GatedGradientSm90(configure(product, _gated_gradient.TILING, num_sms), "silu")
-    grad = poisoned(device, (m, 2 * n), "bfloat16")
+    config = configure(product, _gated_gradient.TILING, num_blocks)
+    config = replace(config, num_blocks=num_blocks)  # also more blocks than tiles
     placed = to_device(device, grad_out, w, z)
-    for repeat in range(2):
-        with another_order(device, repeat):
-            launch(*placed, grad)
-        low, wide = (preactivation_gradient(grad_out, w, z, t) for t in (np.float32, np.float64))
-        assert_close("grad", to_host(grad), low.astype(z.dtype), wide)
+    results = []
+    for alternating in (True, False):
+        monkeypatch.setattr(_gated_gradient, "_ALTERNATING", alternating)
+        launch = GatedGradientSm90(config, "silu")
+        grad = poisoned(device, (m, 2 * n), "bfloat16")
+        for repeat in range(2):
+            with another_order(device, repeat):
+                launch(*placed, grad)
+            assert_close("grad", to_host(grad), low.astype(z.dtype), wide)
+        results.append(to_host(grad).view(np.uint16))
+    np.testing.assert_array_equal(*results)
 
 
 def preactivation_gradient(grad_out, w, z, dtype):
@@ -112,7 +122,7 @@ def preactivation_gradient(grad_out, w, z, dtype):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_reference_s_gradients(rng, activation):
+def test_gradients_of_the_reference(rng, activation):
     x, w, bias = rng.standard_normal((5, 6)), rng.standard_normal((4, 6)), rng.standard_normal(4)
 
     def backward(grad_out, x, w, bias):
@@ -125,7 +135,7 @@ def test_the_reference_s_gradients(rng, activation):
 
 
 @pytest.mark.parametrize("activation", GATED_ACTIVATIONS)
-def test_the_gated_reference_s_gradients(rng, activation):
+def test_gradients_of_the_gated_reference(rng, activation):
     def backward(grad_out, x, w):
         _, z = reference.gated_linear(x, w, activation, return_preactivation=True)
         return reference.gated_linear_backward(grad_out, x, w, z, activation)

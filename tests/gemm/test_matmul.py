@@ -32,7 +32,7 @@ def test_matches_reference(device, rng, m, n, k, dtype, transpose_a, transpose_b
     check_against_reference(matmul, reference.matmul, (a, b), device=device, **options)
 
 
-def test_the_reference_is_numpy_s_product(rng):
+def test_the_reference_equals_the_product_of_numpy(rng):
     a, b = rng.standard_normal((4, 6)), rng.standard_normal((6, 3))
     np.testing.assert_allclose(reference.matmul(a, b), a @ b, rtol=1e-13)
     np.testing.assert_allclose(reference.matmul(a.T.copy(), b, transpose_a=True), a @ b, rtol=1e-13)
@@ -79,9 +79,9 @@ def test_out_is_filled_and_returned(device, rng):
     )
 
 
-def test_out_dtype_keeps_what_rounding_would_lose(device):
-    a, b = to_device(device, np.ones((1, 4096), np.float16), np.ones((4096, 1), np.float16))
-    assert to_host(matmul(a, b, out_dtype=np.float32))[0, 0] == 4096
+def test_out_dtype_float32_is_not_rounded_to_float16(device):
+    a, b = to_device(device, np.ones((1, 4098), np.float16), np.ones((4098, 1), np.float16))
+    assert to_host(matmul(a, b, out_dtype=np.float32))[0, 0] == 4098  # 4096 in float16
     assert matmul(a, b).dtype == np.float16
 
 

@@ -134,7 +134,7 @@ def test_leading_axes_out_and_accumulation(device, rng):
 
 def test_a_strided_out_uses_kernels_that_support_it(device, rng):
     if device == "cpu":
-        pytest.skip("a choice of the kernel")
+        pytest.skip("the CPU has no such kernels")
     a, b = (random(rng, (64, 64), "bfloat16") for _ in range(2))
     a, b, wide = to_device(device, a, b, random(rng, (64, 96), "bfloat16"))
     reasons = {e.kernel: e.reason for e in ck.explain_matmul(a, b, out=wide[:, :64]).estimates}
@@ -215,7 +215,7 @@ def test_a_decision_is_made_once(monkeypatch, rng, caplog):
     assert "cublas in float32" in caplog.text
 
 
-def test_measured_times_outlive_the_process(tmp_path):
+def test_measured_times_are_kept_on_disk(tmp_path):
     problem = linear(64, 64, 64)
     measured_times.remember(H200, problem, {("cublas", "bfloat16"): 5.0})
     measured_times.forget()
@@ -276,8 +276,16 @@ def test_arrays_of_the_standard(rng, library):
     out = ck.matmul(a, a, transpose_a=True, out_dtype=xp.float64)
     assert out.dtype == xp.float64
     assert out.shape == (8, 8)
-    with pytest.raises(ConfigError, match="out and return_plan need NumPy or CuPy operands"):
-        ck.matmul(a, b, transpose_b=True, precision="auto", return_plan=True)
+    for options in (
+        {"precision": "auto", "return_plan": True},
+        {"accumulate": True},
+        {"out": np.zeros((2, 3, 5), np.float32)},
+        {"precision": "float8_e4m3"},
+    ):
+        with pytest.raises(ConfigError, match="a precision by name need NumPy or CuPy operands"):
+            ck.matmul(a, b, transpose_b=True, **options)
+    with pytest.raises(ConfigError, match="rtol must be a finite number"):
+        ck.matmul(a, b, transpose_b=True, precision="auto", rtol=-1.0)
 
 
 def test_errors_name_the_argument():

@@ -39,7 +39,7 @@ def test_strassen_matches_a_product(device, rng, transpose_b):
     np.testing.assert_allclose(to_host(out), a @ b, atol=1e-4)
 
 
-def test_float64_keeps_its_digits(rng):
+def test_float64_is_accurate(rng):
     a, b = rng.standard_normal((4, 300)), rng.standard_normal((300, 6))
     for strassen in (False, True):
         np.testing.assert_allclose(tree_matmul(a, b, leaf=32, strassen=strassen), a @ b, rtol=1e-11)

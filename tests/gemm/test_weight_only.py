@@ -144,7 +144,7 @@ def test_float8_without_scales_for_each_row(device, rng, scales):
 
 def test_scales_of_float8_must_be_contiguous(device, rng):
     if device == "cpu":
-        pytest.skip("a rule of the kernel")
+        pytest.skip("a requirement of the kernels")
     x, (scales,) = float8(rng, 3, 128), to_device(device, np.ones((6, 1), np.float32))
     (storage,) = to_device(device, x.storage)
     x = ck.QuantizedArray(storage, x.dtype, x.shape, scales[::2], axis=1)
@@ -212,7 +212,7 @@ def test_expanded_weight(device, rng, name):
 def test_expanded_weights_in_turn(device, rng):
     """The workspace still holds another weight's codes, which a copy must not read."""
     if device == "cpu" or (device == "gpu" and current_device().arch != HOPPER.arch):
-        pytest.skip("a choice of the kernels")
+        pytest.skip("the CPU has no such kernels")
     m, n, k, turns = (2048, 1000, 4096, 40) if device == "gpu" else (130, 200, 272, 3)
     weights, x = [quantized(rng, n, k, "int4 g128 zero points") for _ in "ab"], float8(rng, m, k)
     values = x.decode().astype(np.float64)
@@ -237,7 +237,7 @@ def test_expanded_weights_in_turn(device, rng):
 def check_tiling(device, rng, form, m, tiling_for, *, in_pieces):
     """Ragged on every axis, twice in different orders, into poisoned memory."""
     if device == "cpu" or (device == "gpu" and current_device().arch != HOPPER.arch):
-        pytest.skip("a choice of the kernels")
+        pytest.skip("the CPU has no such kernels")
     n, k = 328, 720
     if form in FLOAT8_OF:
         weight, x = quantized(rng, n, k, FLOAT8_OF[form]), float8(rng, m, k)
@@ -272,7 +272,7 @@ def check_tiling(device, rng, form, m, tiling_for, *, in_pieces):
 def test_few_tokens(device, rng, form, strips, warps):
     """Three steps of k or more for some warps, the last ragged; rows of a second pair of blocks."""
     if device == "cpu":
-        pytest.skip("a choice of the kernels")
+        pytest.skip("the CPU has no such kernels")
     m, n, k = 5, 150, 1100
     weight, x = quantized(rng, n, k, form), random(rng, (m, k), "bfloat16")
     bias = random(rng, (n,), "bfloat16")
@@ -326,7 +326,7 @@ def test_more_codes_than_fit_in_32_bits(rng):
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("n", "k"), [(130, 300), (5, 64)])
-def test_packing_loses_nothing(rng, form, n, k):
+def test_packing_is_lossless(rng, form, n, k):
     weight = quantized(rng, n, k, form)
     back = pack_weight(weight).unpack()
     np.testing.assert_array_equal(back.storage, weight.storage)

@@ -96,6 +96,6 @@ def test_errors_name_the_argument():
         adaptive_depth(x, weights, depth[:2])
 
 
-def test_former_names_in_gemm_still_work():
+def test_former_names_in_gemm_are_aliases():
     assert gemm.adaptive_depth is adaptive_depth
     assert gemm.depth_router is moe.depth_router

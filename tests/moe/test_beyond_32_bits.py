@@ -11,7 +11,7 @@ from cukit.core.kernel import load_kernel
 from cukit.moe import expert_order, topk_router
 from cukit.moe.order import plan_expert_order, routing_parameters
 from tests.contract import to_device, to_host
-from tests.emulator.test_instructions import kernels_only
+from tests.devices import kernels_only
 
 MAX = 2**31 - 1
 LAST = 5000  # tokens whose results are compared one by one

@@ -98,7 +98,7 @@ def test_gradients_match_finite_differences(rng, renormalize):
     check_gradient(forward, backward, (x, router, layers), rng)
 
 
-def test_a_sample_does_not_depend_on_the_others(device, rng):
+def test_a_sample_does_not_depend_on_the_batch(device, rng):
     x, router, layers, _ = make(rng, (5, 24, 64, 6, 2), "bfloat16")
     placed, on_router, on_layers = to_device(device, x, router, layers)
     together = to_host(layer_bank(placed, on_router, on_layers, 2))

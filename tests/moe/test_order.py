@@ -91,9 +91,9 @@ def test_errors_name_the_argument():
         expert_order(ids, 4, capacity=0)
 
 
-def test_the_kernel_s_limit_is_named(device):
+def test_limits_of_the_kernel_are_named(device):
     if device == "cpu":
-        pytest.skip("a rule of the kernel")
+        pytest.skip("a requirement of the kernels")
     (ids,) = to_device(device, np.zeros((3, 2), np.int32))
     with pytest.raises(ConfigError, match="num_experts must be at most 1024 on the GPU, got 1025"):
         expert_order(ids, 1025)

@@ -29,7 +29,7 @@ from tests.contract import (
 from tests.quick_run import possible
 
 
-# num_tokens, hidden, top_k: accesses of one element, several accesses a thread, several slices,
+# num_tokens, hidden, top_k: accesses of one element, several accesses per thread, several slices,
 # more choices than are in flight.
 @dataclass(frozen=True)
 class Size:
@@ -124,7 +124,7 @@ def test_unpermute_backward_matches_reference(device, rng, size, dtype, capacity
     )
 
 
-def test_rows_of_dropped_choices_are_never_read(device, rng):
+def test_rows_of_dropped_choices_are_never_read(device):
     """A choice without a row contributes nothing, even if its weight is NaN."""
     rows = np.array([[0, -1], [-1, -1]], np.int32)
     y, weights = np.ones((1, 16), np.float32), np.array([[2, np.nan], [np.nan, 1]], np.float32)

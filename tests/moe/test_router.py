@@ -44,7 +44,7 @@ OPTIONS = [
 
 
 # num_tokens, num_experts, top_k: one block and several, fewer experts than lanes, accesses of one
-# logit, experts in the last lanes missing, the most choices.
+# logit, a number of experts that does not fill the last lanes, the largest top_k.
 @dataclass(frozen=True)
 class Size:
     num_tokens: int
@@ -122,7 +122,7 @@ def test_ties_go_to_the_lowest_expert(device):
 
 
 def test_undefined_rows_have_valid_experts(device):
-    """Their weights are NaN where the softmax is; other rows are unaffected."""
+    """Weights are NaN in rows whose softmax is NaN; other rows are unaffected."""
     logits = np.zeros((5, 6), np.float32)
     logits[0, 2], logits[1, :5], logits[2], logits[3, 1] = np.nan, np.nan, -np.inf, np.inf
     routing = topk_router(*to_device(device, logits), 2)
@@ -197,7 +197,7 @@ def test_backward_matches_reference(device, rng, size, options, dtype):
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_gradients_by_finite_differences(rng, scoring, renormalize):
-    """Of the weights, some dropped, and of both losses at once."""
+    """Gradients of the weights, some dropped, and of both losses at once."""
     logits = spread(rng, 6, 5, "float64")
     options = {"scoring": scoring, "renormalize": renormalize}
     routing = reference.topk_router(logits, 3, capacity=3, **options)
@@ -236,7 +236,7 @@ def test_errors_name_the_argument():
         topk_router(logits, 9)
     with pytest.raises(ConfigError, match="must be one of 'softmax', 'sigmoid', got 'relu'"):
         topk_router(logits, 2, scoring="relu")
-    with pytest.raises(ArrayShapeError, match=r"bias must have shape \(8\)"):
+    with pytest.raises(ArrayShapeError, match=r"bias must have shape \(8,\)"):
         topk_router(logits, 2, bias=np.zeros(7, np.float32))
     routing = topk_router(logits, 2)
     with pytest.raises(ArrayShapeError, match=r"grad_weights must have shape \(3, 2\)"):
@@ -245,7 +245,7 @@ def test_errors_name_the_argument():
 
 def test_limits_of_the_kernel_are_named(device):
     if device == "cpu":
-        pytest.skip("rules of the kernel")
+        pytest.skip("requirements of the kernels")
     with pytest.raises(ConfigError, match="num_experts must be at most 1024"):
         topk_router(*to_device(device, np.zeros((1, 1025), np.float32)), 2)
     with pytest.raises(ConfigError, match="top_k must be at most 32"):

@@ -49,7 +49,7 @@ def test_a_file_round_trip(tmp_path, rng, place):
             assert want is None or to_host(getattr(got, part)).tobytes() == to_host(want).tobytes()
 
 
-def test_other_readers_find_the_codes(tmp_path, rng):
+def test_other_safetensors_readers_find_the_codes(tmp_path, rng):
     path = tmp_path / "weights.safetensors"
     ck.save_quantized(path, {"w": ck.quantize(random(rng, (4, 8), "float32"), ck.int8)})
     with safetensors.safe_open(path, "numpy") as file:
@@ -104,7 +104,7 @@ def test_reports_of_exact_and_nan_arrays():
         ck.quantization_report(ck.quantize(zeros, ck.int8), zeros[:1])
 
 
-def test_formats_rank_as_they_should(rng):
+def test_formats_rank_as_documented(rng):
     """Normally distributed weights; the figures of docs/quantization.md."""
     x = random(rng, (512, 1024), "float32")
 

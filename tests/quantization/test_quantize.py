@@ -1,4 +1,4 @@
-"""quantize: codes, scales, zero points and their values agree with the references to the bit."""
+"""quantize: codes, scales, zero points and decoded values are bitwise equal to the references."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def values(rng, shape, dtype="bfloat16"):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("case", GRANULARITIES.values(), ids=GRANULARITIES.keys())
-def test_every_granularity_agrees_to_the_bit(device, rng, case, options):
+def test_every_granularity_is_bitwise_equal_to_the_reference(device, rng, case, options):
     (shape, granularity), (dtype, rounding) = case, options
     x = values(rng, shape)
     placed = to_device(device, x)[0]

@@ -10,6 +10,7 @@ from cukit.core.parameters import parameter_structs
 from cukit.gemm.dense._linear_launch import STORE_EXTENT, maps
 from cukit.gemm.dense._linear_plan import (
     ACTIVATIONS,
+    ITEM_BYTES,
     ROW_BYTES,
     TILE_K,
     Product,
@@ -21,7 +22,8 @@ from cukit.gemm.dense._linear_plan import (
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["GemmParameters"]
 TILING = Tiling(128, 128)
-_STAGES = 7  # as many as fit into shared memory
+_STAGES = 5  # as many as fit into shared memory beside the preactivation of a tile
+_ALTERNATING = True  # the consumers compute alternate tiles; False: halves of every tile
 _MIN_ROUNDS = 2
 
 
@@ -51,7 +53,7 @@ class GatedGradientSm90:
         self._launch = Launch(kernel, (config.num_blocks,), (parameters,))
         self._grad_out = maps(product.k, (tiling.tile_m, TILE_K))
         self._w = maps(product.n, (TILE_K, TILE_K))
-        self._z = maps(2 * product.n, (tiling.tile_m, STORE_EXTENT))
+        self._z = maps(2 * product.n, (STORE_EXTENT, STORE_EXTENT))
         self._grad = maps(2 * product.n, (STORE_EXTENT, STORE_EXTENT))
 
     def __call__(self, grad_out: Array, w: Array, z: Array, grad: Array) -> None:
@@ -66,8 +68,10 @@ def fused_spec(dtype: str, activation: str) -> KernelSpec:
         ("TILE_N", TILING.tile_n),
         ("STAGES", _STAGES),
         ("THREADS", TILING.threads),
+        ("ALTERNATING", _ALTERNATING),
         ("ACTIVATION", ACTIVATIONS[activation]),
     )
-    shared = _STAGES * (TILING.tile_m + TILING.tile_n) * ROW_BYTES
+    preactivation = 2 * TILING.tile_m * TILING.tile_n * ITEM_BYTES
+    shared = _STAGES * (TILING.tile_m + TILING.tile_n) * ROW_BYTES + preactivation
     name = "gated_gradient_sm90"
     return KernelSpec(f"gemm/{name}.cu", name, defines, TILING.threads, shared)

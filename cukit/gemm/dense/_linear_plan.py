@@ -43,7 +43,7 @@ class Product:
 
     m, n, k: extents; with `gated`, n is the result's columns, half of the columns of `a b^T`.
     major_a, major_b: "K" for operands [m, k] and [n, k], "MN" for [k, m] and [k, n].
-    keeps: whether the input of `activation` is stored too.
+    keeps: whether the input of `activation` is stored too, for the backward.
     """
 
     m: int
@@ -171,8 +171,10 @@ class Sm90Config:
     num_sms: int
 
     def at_rows(self, rows: int) -> Sm90Config:
-        """The same tiling for another number of rows with the same rounded_rows: rows of operand a
-        before a transposed tiling swaps the operands."""
+        """The same tiling for another m with the same rounded_rows.
+
+        rows: m before a transposed tiling swaps the operands.
+        """
         product = self.product.swapped if self.tiling.transposed else self.product
         return configure(product.at_rows(rows), self.tiling, self.num_sms)
 
@@ -255,7 +257,7 @@ _END_US = 6e-5
 _EXCHANGE_BYTES_PER_US = 27e3
 """Bandwidth between the blocks of a cluster."""
 _SPLIT_US = 0.12
-"""Fixed cost of a k split, fitted later to products of 10 us, where such small times matter."""
+"""Fixed cost of a k split, fitted separately to products of about 10 us, where it matters."""
 _CLUSTER_ROUND_US = 2.05
 """Cost of each further round of clusters: a cluster starts only when an earlier one has ended."""
 _BOTH_NORM = 3.8
@@ -274,6 +276,8 @@ _SMALL = tuple(
     for tile_n in (128, 96, 64, 48)
     for blocks in (1, 2)
 )
+_FEW_ROWS = 512
+"""Most tokens for which transposed tilings are candidates."""
 _FEW = tuple(
     Tiling(tile_m, tokens, consumers=tile_m // 64, transposed=True, blocks_per_sm=blocks)
     for tokens in (16, 32, 48, 64, 80, 96, 112, 128, 160, 192)
@@ -303,7 +307,7 @@ def _suits(tiling: Tiling, tokens: int) -> bool:
     columns = -(-tokens // tiling.tile_n)
     empty = columns * tiling.tile_n - tokens
     most = 1 if tokens <= 64 else 2 if tiling.tile_n < 80 else 4
-    return tokens <= 512 and columns <= most and empty < max(16, tokens)
+    return tokens <= _FEW_ROWS and columns <= most and empty < max(16, tokens)
 
 
 def candidates(product: Product) -> Iterator[Tiling]:
@@ -371,9 +375,6 @@ def estimate_us(product: Product, tiling: Tiling, num_sms: int) -> float:
     return _START_US + _norm(_BOTH_NORM, multiply, memory) + split
 
 
-_FEW_ROWS = 512
-
-
 def rounded_rows(rows: int) -> int:
     """`rows`, rounded up to a multiple of 16 up to 512 and of 64 above.
 
@@ -427,7 +428,7 @@ class Sm80Config:
     """Whether rows of the operands can be copied 16 bytes at a time."""
 
     def at_rows(self, rows: int) -> Sm80Config:
-        """The same tiles for another number of rows with the same rounded_rows."""
+        """The same tiles for another m with the same rounded_rows."""
         return replace(self, product=self.product.at_rows(rows))
 
     @property

@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.core.arrays import Array, bfloat16, float16, float32, float64
+from cukit.core.arrays import Array, HostArray, bfloat16, float16, float32, float64
 from cukit.core.device import INSTALL_GPU_EXTRA
 from cukit.errors import ConfigError, MissingDependencyError
-
-HostArray = np.ndarray[Any, Any]
 
 # cudaDataType_t, cublasComputeType_t, cublasGemmAlgo_t and cublasMath_t of the CUDA headers.
 _DATA_TYPES = {float32: 0, float64: 1, float16: 2, bfloat16: 14}

@@ -258,14 +258,18 @@ def _check_dtype(a: Array) -> None:
 def _specs(device: Device) -> list[KernelSpec]:
     """Both layouts, few and many columns, 8 and 16 tokens, aligned and unaligned."""
 
-    def spec(tokens: int, columns: int, along: bool, out: str = "bfloat16", **options: Any) -> Any:
+    def spec(
+        tokens: int, columns: int, along: bool, out: str = "bfloat16", *, dtype: str = "bfloat16",
+        **options: Any,
+    ) -> Any:  # fmt: skip
         operands = Operands(
             tokens, columns, 8192, 8192, 1, columns if along else 8192, along, columns, 1, False
         )
-        return plan_gemv(operands, "bfloat16", out, device, **options).spec()
+        return plan_gemv(operands, dtype, out, device, **options).spec()
 
     return [
         spec(1, 8192, False),
+        spec(1, 8192, False, "float16", dtype="float16"),
         spec(1, 1024, False),
         spec(16, 8192, False),
         spec(1, 8192, True),

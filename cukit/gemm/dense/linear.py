@@ -230,7 +230,7 @@ def check_weight(
     *,
     contiguous: bool | None = True,
 ) -> None:
-    """Checks that `x` is [..., k] and the weight is [rows, k]; contiguous: as of check_array."""
+    """Checks that `x` is [..., k] and the weight is [rows, k]; contiguous: as for check_array."""
     check_array(op, "x", x, dtypes=FLOAT_DTYPES, min_ndim=1)
     check_array(op, name, w, shape=(rows, x.shape[-1]), contiguous=contiguous)
 

@@ -56,8 +56,10 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
 def _specs(device: Device) -> list[KernelSpec]:
     if device.arch != HOPPER:
         return []
-    product = Product(4096, 4096, 4096, "bfloat16")
-    return [configure(product, CLUSTER_TILING, device.num_sms).spec()]
+    return [
+        configure(Product(4096, 4096, 4096, dtype), CLUSTER_TILING, device.num_sms).spec()
+        for dtype in ("bfloat16", "float16")
+    ]
 
 
 register(

@@ -7,7 +7,7 @@ from typing import Any
 
 from cukit.core.arrays import Array, adopt, foreign_namespace, is_gpu_array, runs_kernel
 from cukit.core.device import current_device, require_cupy
-from cukit.core.scalars import check_flag
+from cukit.core.scalars import check_flag, check_number
 from cukit.errors import ConfigError, UnsupportedDeviceError
 from cukit.gemm.dense._dense import check_call, multiply
 from cukit.gemm.dispatch import _matmul_times as measured_times
@@ -60,7 +60,9 @@ def matmul(
 
     Any array may have gaps between its rows, as long as its last axis is contiguous and its leading
     axes collapse into one stride. Arrays of other libraries that follow the array API standard
-    (JAX, also on a TPU) are multiplied by their own library; `out` must be a NumPy or CuPy array.
+    (JAX, also on a TPU) are multiplied by their own library, in its precision, whatever
+    `rtol` allows; a precision by name, `out`, `accumulate` and `return_plan` need NumPy or CuPy
+    operands.
 
     Returns:
         `out` or a new array [..., n]; [m, n] with `transpose_a`; with `return_plan` a pair.
@@ -86,7 +88,17 @@ def matmul(
     """
     xp = foreign_namespace(a)
     if xp is not None:
-        return _standard(xp, a, b, out, transpose_a, transpose_b, out_dtype, return_plan)
+        needs_kernels = out is not None or accumulate or return_plan
+        if needs_kernels or (precision is not None and precision != "auto"):
+            raise ConfigError(
+                "matmul: out, accumulate, return_plan and a precision by name need NumPy or CuPy "
+                f"operands, got {type(a).__module__}.{type(a).__name__}"
+            )
+        if rtol is not None:
+            check_number("matmul", "rtol", rtol, least=0)
+        return reference.matmul_standard(
+            xp, a, b, transpose_a=transpose_a, transpose_b=transpose_b, out_dtype=out_dtype
+        )
     check_flag("matmul", "return_plan", return_plan)
     if precision is None:
         if rtol is not None or return_plan:
@@ -175,27 +187,6 @@ def _median_us(call: Any) -> float:
         end.synchronize()
         samples.append(cuda.get_elapsed_time(start, end) * 1e3)
     return float(sorted(samples)[_MEASURED_CALLS // 2])
-
-
-def _standard(
-    xp: Any,
-    a: Array,
-    b: Array,
-    out: Array | None,
-    transpose_a: bool,
-    transpose_b: bool,
-    out_dtype: Any,
-    return_plan: bool,
-) -> Any:
-    """The product of arrays of another library, computed by that library."""
-    if out is not None or return_plan:
-        raise ConfigError(
-            "matmul: out and return_plan need NumPy or CuPy operands, "
-            f"got {type(a).__module__}.{type(a).__name__}"
-        )
-    return reference.matmul_standard(
-        xp, a, b, transpose_a=transpose_a, transpose_b=transpose_b, out_dtype=out_dtype
-    )
 
 
 register(name="matmul", family="gemm", function=matmul, reference=reference.matmul)

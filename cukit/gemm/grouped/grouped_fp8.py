@@ -43,11 +43,10 @@ _OP = "grouped_gemm_fp8"
 _ARCH = "sm_90"
 _OUT_DTYPES = (bfloat16, float16)
 _ALIGNMENT = 16  # FP8 codes: the strides of a tensor map are multiples of 16 bytes
-_COLUMNS = 8  # 16-bit elements of the result, for the same reason
+_COLUMNS = 8  # n is a multiple of this: 16 bytes of the result, for the same reason
 _PIECE = 64  # rows of the result that one TMA store writes
 _EARLY_ROWS = 4  # extra rows of scales, because loads of them start at multiples of 4 rows
 _MAX_STAGES = 8
-_FEWEST_STAGES = 3
 
 
 def grouped_gemm_fp8(
@@ -97,7 +96,10 @@ def grouped_gemm_fp8(
         parts_of(_OP, name, array, float8_e4m3) for name, array in (("x", x), ("weights", weights))
     )
     expert_offsets, expert_counts, out = adopt(_OP, expert_offsets, expert_counts, out)
-    check_overlap(_OP, out, x=left.storage, weights=right.storage)
+    check_overlap(
+        _OP, out, x=left.storage, weights=right.storage, x_scales=left.scales,
+        weight_scales=right.scales, expert_offsets=expert_offsets, expert_counts=expert_counts,
+    )  # fmt: skip
     if not runs_kernel(_OP, *left[:2], *right[:2], expert_offsets, expert_counts, out):
         _, dtype = _check(x, weights, expert_offsets, expert_counts, out, out_dtype)
         y = reference.grouped_gemm_fp8(
@@ -263,7 +265,10 @@ def _check(
         if array.dtype != float8_e4m3:
             raise ArrayDtypeError(f"{_OP}: {name} must be float8_e4m3, got {array.dtype.name}")
         if array.ndim not in axes:
-            raise ArrayShapeError(f"{_OP}: {name} has shape {array.shape}")
+            expected = " or ".join(map(str, axes))
+            raise ArrayShapeError(
+                f"{_OP}: {name} has shape {array.shape}, expected {expected} axes"
+            )
         check_array(_OP, f"{name}.storage", array.storage, dtypes=(array.storage.dtype,))
     layout = layout_of(_OP, x.storage, weights.shape[0], expert_offsets, expert_counts)
     if x.shape[-1] != weights.shape[2]:
@@ -274,12 +279,14 @@ def _check(
     _check_scales("x", x, (1,) * (x.ndim - 1) + (TILE_K,))
     _check_scales("weights", weights, (1, TILE_K, TILE_K))
     check_array(_OP, "the scales of weights", weights.scales, dtypes=(float32,))
+    dtype = bfloat16
+    if out_dtype is not None:
+        dtype = check_dtype(_OP, "out_dtype", out_dtype, _OUT_DTYPES)
     if out is not None:
-        check_array(_OP, "out", out, dtypes=_OUT_DTYPES, shape=(*x.shape[:-1], weights.shape[1]))
-        return layout, out.dtype
-    if out_dtype is None:
-        return layout, bfloat16
-    return layout, check_dtype(_OP, "out_dtype", out_dtype, _OUT_DTYPES)
+        dtypes = _OUT_DTYPES if out_dtype is None else (dtype,)
+        check_array(_OP, "out", out, dtypes=dtypes, shape=(*x.shape[:-1], weights.shape[1]))
+        dtype = out.dtype
+    return layout, dtype
 
 
 def _check_scales(name: str, array: QuantizedArray, block: tuple[int, ...]) -> None:

@@ -49,7 +49,7 @@ def parts_of(op: str, name: str, array: Any, dtype: NarrowDtype) -> Parts:
 
 
 class Checked(NamedTuple):
-    """A checked call: extents, dtype of the result, strides of the scales."""
+    """The properties of a call whose arguments have been checked."""
 
     m: int
     n: int

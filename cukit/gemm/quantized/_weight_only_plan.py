@@ -31,7 +31,7 @@ _EXPANDING_BYTES = 7 * KIB  # static shared memory of the warps that expand the 
 FEW_TOKENS = 8
 _FEW_ELEMENTS = 2**27
 """For larger weights, Hopper's tiles of 16 tokens are faster from three tokens up."""
-_ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
+ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _RESERVED_BYTES = KIB  # shared memory for barriers and the system
 
 
@@ -196,7 +196,7 @@ def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[
     fewest = -(-tokens // _MAX_TOKENS)
     across = range(fewest, fewest + 3) if tokens > 64 else range(1, 3) if tokens > 32 else (1,)
     tilings = [_hopper_candidate(tokens, count, weight, device) for count in across]
-    if weight.float8 and weight.group_size == BLOCK_COLUMNS and n % _ROW_ELEMENTS == 0:
+    if weight.float8 and weight.group_size == BLOCK_COLUMNS and n % ROW_ELEMENTS == 0:
         tilings.append(expanded_tiling(weight, device))
     return tilings
 
@@ -252,7 +252,7 @@ def hopper_tiling(
         tokens,
         consumers,
         0,
-        mapped_out=tokens >= 64 and weight.shape[0] % _ROW_ELEMENTS == 0 and splits == 1,
+        mapped_out=tokens >= 64 and weight.shape[0] % ROW_ELEMENTS == 0 and splits == 1,
         fold=fold,
         splits=splits,
     )

@@ -54,8 +54,8 @@ def matmul_fp8(
         out_dtype: bfloat16 (default), float16 or float32.
         out: array to write into, [m, n], on the GPU 16-byte aligned; must not overlap the operands.
         fast_accumulation: accumulate over all of k in Hopper's tensor cores, which keep about 14
-            bits of a sum of FP8 products. Otherwise they sum 128 products at a time, and these sums
-            are added in float32. Not available with scales per block.
+            bits of a sum of FP8 products. Otherwise the tensor cores sum 128 products at a time,
+            and these sums are added in float32. Not available with scales per block.
 
     Returns:
         `out` or a new array [m, n].

@@ -31,7 +31,11 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.core.scalars import check_dtype
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
 from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError
-from cukit.gemm.quantized._weight_only_plan import WeightOnlyConfig, plan_weight_only
+from cukit.gemm.quantized._weight_only_plan import (
+    ROW_ELEMENTS,
+    WeightOnlyConfig,
+    plan_weight_only,
+)
 from cukit.gemm.quantized.weight_only_layout import (
     BLOCK_COLUMNS,
     BLOCK_ROWS,
@@ -46,7 +50,6 @@ _PARAMETERS = parameter_structs("gemm/parameters.cuh")["WeightOnlyParameters"]
 _OP = "quantized_linear"
 _DTYPES = (float16, bfloat16)
 _ARCH = "sm_90"
-_ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _FLOAT8_ELEMENTS = 16
 
 
@@ -160,7 +163,7 @@ class WeightOnlyLaunch:
 
     def __init__(self, config: WeightOnlyConfig, tokens: int, token_stride: int = 0) -> None:
         n, k = config.weight.shape
-        columns = -(-k // _ROW_ELEMENTS) * _ROW_ELEMENTS
+        columns = -(-k // ROW_ELEMENTS) * ROW_ELEMENTS
         parameters = _PARAMETERS.pack(
             tokens=tokens,
             rows=n,

@@ -27,7 +27,7 @@ GROUP_SIZES = (32, 64, 128)
 BLOCK_ROWS = 64
 BLOCK_COLUMNS = 128
 _PAIR_ROWS = 2 * BLOCK_ROWS
-_WARPS, _HALVES, _ROWS = 4, 2, 8  # of 64 rows: warp, upper or lower eight, row
+_WARPS, _HALVES, _ROWS = 4, 2, 8  # 64 rows: four warps of two halves of eight rows
 _FIRST_FIELD = 3  # bit offset of the first int4 in a word
 _OFFSET = {"int4": 8, "int8": 128}  # makes codes unsigned
 
@@ -107,7 +107,7 @@ class PackedWeight:
         return self.blocks, self.row_scales
 
     def unpack(self) -> QuantizedArray:
-        """A new QuantizedArray with the weight that was packed."""
+        """A new QuantizedArray with the packed values: groups of at most 128 columns, or rows."""
         return _unpack(self)
 
     def __repr__(self) -> str:
@@ -126,8 +126,8 @@ def pack_weight(weight: QuantizedArray, *, x_dtype: NarrowDtype | None = None) -
     x_dtype: None for float16 or bfloat16 activations; float8_e4m3 for float8 activations (int4
         only).
 
-    Returns arrays on the device of `weight`, of the same size except for padding to multiples of
-    128 rows and columns. Raises ArrayError or ConfigError.
+    Returns arrays on the device of `weight`, padded to multiples of 128 rows and columns; scales of
+    groups of more than 128 columns are repeated. Raises ArrayError or ConfigError.
 
     >>> import numpy as np, cukit as ck
     >>> scales = np.full((2, 1), 0.5, np.float16)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cukit.core.arrays import Array, bfloat16
+from cukit.core.arrays import Array, HostArray, bfloat16
 from cukit.core.device import current_device
 from cukit.core.kernel import Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache, encode_tensor_map
-from cukit.gemm.sparse._bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig, HostArray
+from cukit.gemm.sparse._bsr_plan import TILE_SM80, BsrMatmulConfig, BsrSampledConfig
 from cukit.gemm.sparse._bsr_schedule import (
     group_rows,
     matmul_work,
@@ -58,7 +58,7 @@ class MatmulSm90:
             num_clusters,
             padding=tiling.stage_entries,
         )
-        # After the last entry: padding of empty groups, and entries that a warp reads ahead.
+        # After the last entry: the entries of empty groups, and entries that a warp reads ahead.
         columns = np.append(groups.columns, np.full(_AHEAD, -1, np.int32))
         numbers = np.append(groups.numbers, np.full((_AHEAD, tiling.slots), -1, np.int32), axis=0)
         self._zeros = xp.zeros((_ZERO_ROWS, tiling.block), _dtype(config.dtype))
@@ -66,7 +66,7 @@ class MatmulSm90:
         rows, turns, _ = work.shape
         scalars = (np.int32(n), np.int32(turns))
         self._launch = Launch(load_kernel(config.spec()), (rows * cluster,), scalars)
-        box_rows, box_columns = _boxes(
+        box_rows, box_columns = _box(
             tiling.part_k, tiling.block, not transposed.sparse, tiling.block
         )
         self._values = _maps(box_rows // cluster, box_columns)
@@ -75,7 +75,7 @@ class MatmulSm90:
             box = (tiling.width // 64, tiling.part_k, 64)
             self._dense = TensorMapCache(partial(_encode_parts, box=box))
         else:
-            self._dense = _maps(*_boxes(tiling.part_k, tiling.width, transposed.dense))
+            self._dense = _maps(*_box(tiling.part_k, tiling.width, transposed.dense))
 
     def __call__(self, values: Array, dense: Array, out: Array) -> None:
         self._launch(
@@ -102,8 +102,8 @@ class SampledSm90:
         self._index = _copied(xp, work, groups.columns, groups.numbers)
         num_blocks, turns, _ = work.shape
         self._launch = Launch(load_kernel(config.spec()), (num_blocks,), (np.int32(turns),))
-        self._a = _maps(*_boxes(tiling.tile_k, tiling.rows, not config.a_transposed))
-        self._b = _maps(*_boxes(tiling.tile_k, block, config.b_transposed, block))
+        self._a = _maps(*_box(tiling.tile_k, tiling.rows, not config.a_transposed))
+        self._b = _maps(*_box(tiling.tile_k, block, config.b_transposed, block))
         self._values = _maps(min(block, 64), min(block, 64))
 
     def __call__(self, a: Array, b: Array, values: Array) -> None:
@@ -150,16 +150,16 @@ class SampledSm80:
 
 
 def _copied(xp: Any, *arrays: HostArray) -> tuple[Array, ...]:
-    """The arrays on the device. Waits for preceding work of the current stream, since products on
-    other streams use these arrays without waiting for it."""
+    """Copies arrays to the device and synchronises the current stream, because later launches on
+    other streams do not wait for these copies."""
     copies = tuple(map(xp.asarray, arrays))
     if xp is not np:
         xp.cuda.get_current_stream().synchronize()
     return copies
 
 
-def _boxes(tile_k: int, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:
-    """The TMA box of an operand: k is its last axis if `k_major`, else its first."""
+def _box(tile_k: int, extent: int, k_major: bool, width: int = 64) -> tuple[int, int]:
+    """The TMA box of an operand, (rows, columns). k_major: k is its last axis, else its first."""
     return (extent, tile_k) if k_major else (tile_k, min(width, 64))
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from cukit.core.arrays import HostArray
 from cukit.core.compiler import MacroValue
 from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
-
-HostArray = np.ndarray[Any, Any]
 
 TILE_SM80 = 128
 """Rows and columns of a tile of the sm80 kernels."""

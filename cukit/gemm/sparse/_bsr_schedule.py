@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cukit.gemm.sparse._bsr_plan import HostArray
+from cukit.core.arrays import HostArray
 
 _EPILOGUE = 128
 """Cost of a tile's epilogue, in rows of the dense matrix that could be multiplied in that time."""

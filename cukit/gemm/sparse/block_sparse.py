@@ -12,6 +12,7 @@ from cukit.core.arrays import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     Array,
+    HostArray,
     adopt,
     check_array,
     float32,
@@ -24,7 +25,6 @@ from cukit.errors import ArrayError, ArrayShapeError, ConfigError
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
-HostArray = np.ndarray[Any, Any]
 MaskKind = Literal["random", "banded", "magnitude"]
 
 

@@ -320,9 +320,11 @@ def _fill_with_zeros(_a: Array, _b: Array, out: Array) -> None:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Every tiling on Hopper, every block size elsewhere, with and without transposition."""
+    """Every tiling on Hopper, every block size elsewhere, with and without transposition, all in
+    bfloat16; one variant in float16."""
     hopper = device.arch == "sm_90"
-    specs = []
+    plain, tiling = Transposed(False, False, False), TILINGS[64][0] if hopper else None
+    specs = [BsrMatmulConfig("float16", 64, plain, tiling, hopper).spec()]
     for block, flag in product(BLOCK_SIZES, (False, True)):
         transposed = Transposed(flag, flag, flag)
         specs += [
