@@ -30,7 +30,7 @@ def attention_received(queries: Any, k: Array, *, scale: float | None = None) ->
     v = xp.zeros((*k.shape[:-1], _COLUMNS), np.float32).astype(k.dtype)
     options: dict[str, Any] = {"causal": True, "scale": scale}
     out, lse = flash_attention(queries, k, v, return_lse=True, **options)
-    # A power of two, small enough that no sum overflows, and exact.
+    # A power of two, so that scaling is exact; small enough that no sum overflows.
     weight = 2.0 ** min(0, np.floor(np.log2(_MAX_SUM / (seq_q * heads_q // k.shape[2]))))
     ones = xp.full((batch, seq_q, heads_q, _COLUMNS), weight, np.float32).astype(k.dtype)
     _, _, sums = flash_attention_backward(
@@ -53,8 +53,8 @@ def pooled(scores: Array, size: int) -> Array:
 
 
 def top_positions(scores: Array, seq_len: int, count: int) -> Array:
-    """The `count` positions to keep of `seq_len`, ascending: all that have no score, which are the
-    newest, and those with the highest scores.
+    """The `count` of `seq_len` positions to keep, ascending: the newest, which have no scores, and
+    those with the highest scores.
 
     scores: [batch, heads, positions]. The first of equal scores wins.
     """

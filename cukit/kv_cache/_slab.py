@@ -18,7 +18,8 @@ from cukit.errors import ConfigError
 from cukit.memory import HostProvider, MemoryPool, batched_copy, default_pool
 
 _STAGING_BYTES = 64 << 20
-"""One chunk takes 1.2 ms at 55 GB/s, which hides the launches between chunks."""
+"""Bytes per chunk of a copy to or from the host: 1.2 ms at 55 GB/s, enough to hide the launches
+between chunks."""
 _ALIGNMENT = 16
 """Alignment of the ranges that batched_copy moves on a GPU."""
 
@@ -29,12 +30,13 @@ class KVCacheSlab:
     array: [2, num_layers, num_blocks, block_size, num_heads_kv, head_dim]; keys, then values. A
         block has the same number in all layers.
     scales: with 8-bit codes, float32 [2, num_layers, num_blocks, block_size, num_heads_kv, 1]; else
-        None. They are stored after the codes of their block, head by head, so that one copy moves
-        both; so are the scales and zero points of int4, whose groups are blocks. int4 codes are
-        stored head by head within a block too: a row of a head is half of a cache line.
+        None. Scales are stored after the codes of their block, head by head, so that one copy moves
+        both. The scales and zero points of int4 codes, whose groups are blocks, are stored there
+        too; int4 codes are also stored head by head, because a row of a head is only half of a
+        cache line (head_dim 128).
     recent: with int4, [2, num_layers, num_rings, block_size, num_heads_kv, head_dim] in 16 bits,
         the ring buffers of blocks that are not full yet; else None.
-    block_bytes: of one block: keys and values of all layers, with their scales.
+    block_bytes: bytes of a block: keys and values of all layers, with their scales.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class KVCacheSlab:
 
         shape: num_layers, num_blocks, block_size, num_heads_kv, head_dim. pool: None for the
         default pool of the current device, or host memory without a GPU. num_rings, recent_dtype:
-        of `recent`.
+        number and dtype of the ring buffers.
         """
         num_layers, num_blocks, *block = shape
         codes = dtype if isinstance(dtype, NarrowDtype) else None
@@ -81,7 +83,6 @@ class KVCacheSlab:
         self.recent: Array | None = None
         self._ring_buffer = None
         if codes is int4:
-            self.scales = None
             self._ring_buffer = pool.allocate_buffer(4 * num_layers * num_rings * math.prod(block))
             self.recent = self._ring_buffer.array((2, num_layers, num_rings, *block), recent_dtype)
             self._ring_bits: Array = self._ring_buffer.array(self.recent.shape, np.uint16)
@@ -213,8 +214,8 @@ class KVCacheSlab:
         return host
 
     def from_host(self, host: HostBlocks, blocks: Sequence[int], ring: int | None = None) -> None:
-        """Copies blocks back, to any blocks, and a ring buffer, in order with later work on the
-        current stream."""
+        """Copies `host` to `blocks`, which may differ from the copied ones, and its ring buffer to
+        `ring`. Later work on the current stream waits for the copies."""
         if ring is not None:
             self.wait(host)
             self._ring_bits[:, :, ring] = namespace(self._ring_bits).asarray(host.ring)
@@ -242,7 +243,7 @@ class KVCacheSlab:
             cupy.cuda.get_current_stream().wait_event(host.arrived)
 
     def _mark(self, host: HostBlocks, stream: Any) -> None:
-        """Records an event after the copies of `host`, and keeps its memory until then."""
+        """Records an event after the copies of `host`, and keeps `host` allocated until then."""
         self._in_flight = [each for each in self._in_flight if not each.arrived.done]
         host.arrived = stream.record()
         self._in_flight.append(host)
@@ -250,7 +251,7 @@ class KVCacheSlab:
     def _pieces(
         self, blocks: Sequence[int], host: HostBlocks
     ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-        """Chunks of blocks that fit in the staging memory, and their range of host memory."""
+        """Chunks of blocks that fit in the staging memory, each with its range of host memory."""
         numbers = np.asarray(blocks, np.int64)
         num_parts, _, part_words = self._words.shape
         for begin in range(0, len(numbers), self._blocks_at_once):
@@ -282,7 +283,7 @@ class HostBlocks:
     def __init__(self, slab: KVCacheSlab, num_blocks: int) -> None:
         self.nbytes = num_blocks * slab.block_bytes
         self.ring: Any = None
-        """A ring buffer of `slab.recent`."""
+        """A copy of a ring buffer, or None."""
         self._staged: Any = None
         self._arrived: list[Any] = []
         weakref.finalize(self, _synchronize, self._arrived)
@@ -294,8 +295,8 @@ class HostBlocks:
             self.words = np.empty(self.nbytes // 8, np.int64)
 
     def hold_ring(self, rows: Array) -> Array | None:
-        """Allocates host memory for a ring buffer and returns a device copy of it. A ring buffer in
-        host memory is copied immediately, and the result is None."""
+        """Allocates host memory for a ring buffer and returns a device copy of the ring buffer. If
+        the slab is in host memory, copies the ring buffer immediately and returns None."""
         if not is_gpu_array(rows):
             self.ring = rows.copy()
             return None

@@ -21,8 +21,8 @@ from cukit.quantization import quantize
 
 _OP = "compress_kv"
 _MAX_ERROR_QUERIES = 16
-"""Queries whose outputs define the error: the last ones. The cache serves later tokens; earlier
-queries attend to neighbours that need not be kept."""
+"""The error is measured with at most this many of the last queries: the cache serves later tokens,
+and earlier queries attend to nearby keys that need not be kept."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class CompressedKV:
     k, v: [batch, kept, num_heads_kv, head_dim]: arrays of the original dtype, or QuantizedArrays
         with one scale per token and head, or GroupCodes of the older tokens.
     recent: with GroupCodes, the unquantised k and v of the newest tokens.
-    positions: int32 [batch, num_heads_kv, kept], ascending: the original position of each key,
-        whose rotation the key keeps.
+    positions: int32 [batch, num_heads_kv, kept], ascending: the original position of each key; a
+        key keeps the RoPE rotation of this position.
     seq_len: tokens of the original; the position of the next token.
-    dtype: of the original k and v. original_nbytes: of both.
+    dtype: dtype of the original k and v.
+    original_nbytes: bytes of the original k and v.
     error: |out - exact| / |exact| of attention's outputs, in the 2-norm; None without queries.
     """
 
@@ -101,8 +102,9 @@ class CompressedKV:
 
         Args:
             q: [batch, seq_len_q, num_heads_q, head_dim], as for :func:`flash_attention`.
-            first_position: of q; by default q are the last of the seq_len tokens. Positions from
-                seq_len on are new tokens, whose own keys `merge_attention_states` can add.
+            first_position: position of the first query; by default q are the last of the seq_len
+                tokens. Positions from seq_len on are new tokens, whose own keys
+                `merge_attention_states` can add.
             scale, return_lse: as for :func:`flash_attention`.
 
         Returns:
@@ -127,7 +129,7 @@ class CompressedKV:
 
 
 class _Call(NamedTuple):
-    """The checked arguments of a call."""
+    """The checked arguments of :func:`compress_kv`."""
 
     k: Array
     v: Array
@@ -140,7 +142,7 @@ class _Call(NamedTuple):
     scale: float | None
 
     def kept(self, positions: Array) -> dict[str, Any]:
-        """The fields of a result with these positions, int [batch, heads, kept]."""
+        """The result's fields for the keys at `positions`, int [batch, heads, kept]."""
         xp = namespace(self.k)
         rows = positions.swapaxes(1, 2)[..., None]
         bits = f"u{self.k.itemsize}"  # gather as unsigned integers, for any dtype
@@ -151,7 +153,7 @@ class _Call(NamedTuple):
         return {"k": k, "v": v, "positions": positions}
 
     def newest(self, default: int) -> int:
-        """The number of newest tokens to keep unquantised."""
+        """The number of newest tokens that are always kept, and not quantised."""
         return default if self.window is None else self.window
 
 
@@ -186,7 +188,8 @@ def compress_kv(
             They rank the keys for heavy_hitters (pass all queries) and snapkv, and measure the
             error.
         budget: tokens to keep, for the last three strategies.
-        window: see above; kivi keeps up to group_size - 1 more, so that groups are whole.
+        window: see above; kivi leaves up to group_size - 1 more tokens unquantised, so that groups
+            are whole.
         sinks, group_size, pool_size: see above.
         scale: factor of the scores; default 1 / sqrt(head_dim).
 

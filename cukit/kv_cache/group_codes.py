@@ -21,6 +21,8 @@ class GroupCodes:
 
     codes: uint8, the values' shape with 8 / bits values per byte along the last axis, the first in
         the lowest bits.
+    bits: 2 or 4.
+    axis: not negative.
     steps, least: the values' dtype if 16-bit, else float32; the values' shape with one element per
         group along `axis`.
 

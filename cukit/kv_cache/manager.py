@@ -59,7 +59,7 @@ class KVCacheManager:
     Args:
         num_blocks: number of blocks in the slab.
         block_size: tokens per block.
-        num_layers, num_heads_kv, head_dim: of the model.
+        num_layers, num_heads_kv, head_dim: dimensions of the model.
         dtype: float16, bfloat16 or float32; int8 or float8_e4m3 (`ck.int8`), with one float32
             scale per token and head for keys and for values, written by `append_kv`; or int4
             (`ck.int4`, KIVI), with blocks of 32 or 64 tokens, see `pack`.
@@ -145,15 +145,15 @@ class KVCacheManager:
     ) -> int:
         """Starts a request; returns the length of its cached prefix in tokens.
 
-        At least one token is left to compute, because its output is needed. salt: only requests
-        with equal salts share blocks. priority: of its cached blocks, for the policy "priority".
+        The prefix never includes the last token, whose output must be computed. salt: only requests
+        with equal salts share blocks. priority: rank of its cached blocks with policy "priority".
         With int4, the caller packs the new full blocks as they are computed (`pack_kv`).
         """
         if request in self._sequences:
             raise ConfigError(f"allocate: the request {request!r} exists already")
         check_integer("allocate", "priority", priority)
         sequence = _Sequence(_tokens("allocate", tokens), salt, int(priority))
-        cached = self._start(sequence)
+        cached = self._start("allocate", sequence)
         self._sequences[request] = sequence
         self._prompt_tokens += len(sequence.tokens)
         self._cached_tokens += cached
@@ -170,7 +170,7 @@ class KVCacheManager:
             raise ConfigError(
                 f"append: with int4, one token at a time can be appended, got {len(added)}"
             )
-        self._extend([sequence], [added])
+        self._extend("append", [sequence], [added])
         return self._slots(sequence, len(sequence.tokens) - len(added))
 
     def append_each(self, requests: Sequence[Hashable], tokens: Tokens) -> npt.NDArray[np.int64]:
@@ -185,7 +185,7 @@ class KVCacheManager:
                 f"append_each: got {len(added)} tokens for {len(sequences)} requests, which must "
                 "be distinct and have one token each"
             )
-        self._extend(sequences, [added[i : i + 1] for i in range(len(added))])
+        self._extend("append_each", sequences, [added[i : i + 1] for i in range(len(added))])
         size = self.block_size
         last = [len(sequence.tokens) - 1 for sequence in sequences]
         blocks = [sequence.blocks[-1] for sequence in sequences]
@@ -264,7 +264,7 @@ class KVCacheManager:
             return len(sequence.tokens)
         if sequence.running:
             raise ConfigError(f"resume: the request {request!r} is running")
-        return self._start(sequence)
+        return self._start("resume", sequence)
 
     def swap_blocks_to_cpu(self, request: Hashable) -> int:
         """Copies a request's blocks to host memory and releases them; returns the bytes copied.
@@ -318,7 +318,7 @@ class KVCacheManager:
         return self.slab.part(0, layer)
 
     def values(self, layer: int) -> Any:
-        """The values of a layer, as `keys`."""
+        """The values of a layer; see `keys`."""
         return self.slab.part(1, layer)
 
     def recent_keys(self, layer: int) -> Array:
@@ -328,7 +328,7 @@ class KVCacheManager:
         return self.slab.recent[0, layer]
 
     def recent_values(self, layer: int) -> Array:
-        """int4: a layer's ring buffers of values, as `recent_keys`."""
+        """int4: a layer's ring buffers of values; see `recent_keys`."""
         assert self.slab.recent is not None
         return self.slab.recent[1, layer]
 
@@ -350,7 +350,7 @@ class KVCacheManager:
     def block_table(
         self, requests: Sequence[Hashable], fill: int = -1
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """The blocks of each request, int32 [requests, most blocks], padded with `fill`, and the
+        """The blocks of each request, int32 [requests, max blocks], padded with `fill`, and the
         token counts, int32 [requests]; both on the host."""
         sequences = [self._running("block_table", request) for request in requests]
         longest = max((len(sequence.blocks) for sequence in sequences), default=0)
@@ -451,7 +451,7 @@ class KVCacheManager:
             return np.where(positions < packed, -1, slots)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def _start(self, sequence: _Sequence) -> int:
+    def _start(self, op: str, sequence: _Sequence) -> int:
         """Assigns blocks to all tokens of a sequence; returns how many tokens were cached."""
         num_tokens = len(sequence.tokens)
         most = max(0, num_tokens - 1) // self.block_size
@@ -460,11 +460,9 @@ class KVCacheManager:
         sequence.blocks.extend(blocks)
         self._hold(sequence, node)
         try:
-            sequence.blocks.extend(
-                self._take("allocate", self._blocks_for(num_tokens) - len(blocks))
-            )
+            sequence.blocks.extend(self._take(op, self._blocks_for(num_tokens) - len(blocks)))
             if self._packs and num_tokens % self.block_size:
-                self._open_blocks("allocate", sequence.blocks[-1:])
+                self._open_blocks(op, sequence.blocks[-1:])
         except BaseException:
             self._stop(sequence, keep=False)
             raise
@@ -507,7 +505,7 @@ class KVCacheManager:
         sequence.node = node
         return num_full
 
-    def _extend(self, sequences: Sequence[_Sequence], added: Sequence[array[int]]) -> None:
+    def _extend(self, op: str, sequences: Sequence[_Sequence], added: Sequence[array[int]]) -> None:
         """Appends tokens to sequences: takes new blocks, copies shared ones (copy on write)."""
         size, references = self.block_size, self._references
         needed = 0
@@ -520,7 +518,7 @@ class KVCacheManager:
                 opened += 1
                 if sequence.blocks and sequence.blocks[-1] in self._open:
                     raise ConfigError(
-                        "append: the last block is full but not packed; call pack first"
+                        f"{op}: the last block is full but not packed; call pack first"
                     )
             if used % size and tokens and references[last := sequence.blocks[-1]] > 1:
                 writers.setdefault(last, []).append(sequence)
@@ -531,14 +529,14 @@ class KVCacheManager:
             for sequence in sharing[: references[block] - 1]
         ]
         if self._packs:
-            self._check_rings("append", opened + len(copying))
-        taken = self._take("append", needed + len(copying))
+            self._check_rings(op, opened + len(copying))
+        taken = self._take(op, needed + len(copying))
         if copying:
             copies = [taken.pop() for _ in copying]
             try:
                 self.slab.copy_blocks(copies, [block for _, block in copying])
                 if self._packs:
-                    self._open_blocks("append", copies)
+                    self._open_blocks(op, copies)
                     self.slab.copy_rings(
                         [self._open[copy] for copy in copies],
                         [self._open[block] for _, block in copying],
@@ -554,7 +552,7 @@ class KVCacheManager:
             while len(sequence.blocks) * size < len(sequence.tokens):
                 sequence.blocks.append(taken.pop())
                 if self._packs:
-                    self._open_blocks("append", sequence.blocks[-1:])
+                    self._open_blocks(op, sequence.blocks[-1:])
 
     def _take(self, op: str, count: int) -> list[int]:
         """Takes free blocks, with one reference each; evicts cached ones if there are too few."""

@@ -18,7 +18,7 @@ _OP = "RadixAttention"
 
 
 class _PromptStep(NamedTuple):
-    """What the layers of a prompt step over an int4 cache share.
+    """The arrays of a prompt step over an int4 cache, which all layers share.
 
     The step's keys and values are read unquantised from a temporary array of `num_rows` rows, which
     serves as the ring buffer of its only request, before full blocks are quantised.
@@ -34,7 +34,7 @@ class _PromptStep(NamedTuple):
     sources: Array
     """Blocks of the temporary array to quantise."""
     targets: Array
-    """Blocks of the cache that get them."""
+    """Blocks of the cache that receive them."""
     remainder: slice
     """Rows of the last, partial block, which are copied to the request's ring buffer."""
 
@@ -50,16 +50,16 @@ class RadixAttention:
         cache: the manager of keys and values.
         num_heads_q: number of query heads.
         max_batch: maximum requests per step.
-        max_blocks: maximum blocks per request; default all of the cache.
+        max_blocks: maximum blocks per request; default all blocks of the cache.
         window_size, softcap, sinks, scale, batch_invariant, checked: as for
             :func:`paged_attention`. Attention is causal.
 
     Raises:
-        ConfigError: a step is started before the last one has ended; or as the manager.
-        OutOfMemoryError: as the manager. The failed call changes nothing.
+        ConfigError: a step is started before the last one has ended; or as for the manager.
+        OutOfMemoryError: as for the manager. The failed call changes nothing.
 
     This object owns the tables, slots and positions of steps of at most max_batch tokens, so a
-    captured decode step replays after each `append` for as many requests.
+    captured decode step can be replayed after any `append` to the same number of requests.
     Paper: Zheng et al., SGLang (RadixAttention), arXiv:2312.07104.
 
     >>> import numpy as np, cukit as ck

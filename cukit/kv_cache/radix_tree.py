@@ -111,7 +111,7 @@ class RadixTree:
         """Adds a sequence of whole blocks; returns the node where it ends, and how many of its
         blocks were cached before.
 
-        The tree takes over `blocks` from that number on, and keeps its own for the rest.
+        The tree takes over the blocks that were not cached before; the caller keeps the others.
         """
         node, found = self.match(tokens, salt)
         known = len(found)

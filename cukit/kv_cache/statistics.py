@@ -21,8 +21,8 @@ class KVCacheBlock:
 
 @dataclass(frozen=True)
 class KVCacheStatistics:
-    """Block counts (free + evictable + held = all), and tokens of all prompts and those found
-    cached."""
+    """Block counts (free + evictable + held = all), the tokens of all prompts, and how many of
+    them were cached."""
 
     num_blocks: int
     free_blocks: int

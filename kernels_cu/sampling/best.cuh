@@ -6,7 +6,7 @@
 // counting the entries before it, and is stored at that rank.
 //
 // If the list overflows, e.g. because logits increase along the row, a second pass fills it with the final
-// threshold. If it overflows again (thousands of equal logits), the row is left to select.cuh.
+// threshold. If it overflows again (thousands of equal logits), the caller uses select.cuh.
 #pragma once
 
 #include "common/platform.cuh"
@@ -29,8 +29,8 @@ class Best {
         atoms_(atoms),
         list_(reinterpret_cast<uint64*>(space.bins), &space.cursor, kStreamed) {}
 
-  // Stores the first `want` tokens in the workspace's list, sorted, padded with kNoRank; tokens of logit
-  // -infinity are left out. weigh: also store the atoms' sums, with `slope`.
+  // Stores the first `want` tokens in the workspace's list, sorted, padded with kNoRank, without tokens of logit
+  // -infinity. weigh: also store the atoms' sums, with `slope`.
   CUKIT_DEVICE Streamed collect(int want, bool weigh, float slope) {
     float limit = 0.0f, largest = -infinity();
 #pragma unroll 1

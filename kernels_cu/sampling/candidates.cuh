@@ -1,5 +1,5 @@
-// Lists the candidates of a truncated draw in a single pass over a row: all tokens above a threshold, thousands if
-// necessary, to which select.cuh is then applied in shared memory.
+// Lists the candidates of a truncated draw, usually in a single pass over a row: all tokens above a threshold, thousands
+// if necessary. select.cuh then selects from the list in shared memory.
 //
 // The first round samples logits all over the row. A histogram of the sample yields the threshold: as high as the
 // options permit, minus a margin, but not so low that the list is expected to overflow. Whether the listed tokens
@@ -25,7 +25,7 @@ struct Demand {
 
 class Candidates {
  public:
-  // list: empty.
+  // list: must be empty.
   CUKIT_DEVICE Candidates(Team& team, const Row& row, Workspace& space, Atoms& atoms, const List& list)
       : team_(team), row_(row), space_(space), atoms_(atoms), list_(list) {}
 
@@ -195,7 +195,7 @@ class Candidates {
   static_assert(kScale <= 2 * kHalf && kHalf + 10 <= 31, "sums of 1024 halves fit in 32 bits");
   // Vectors of a lane's first atom in the sample: a block of 512 threads samples 4096 logits.
   static constexpr int kSampled = kAccessesOf8;
-  static constexpr float kPerOctave = 32.0f;
+  static constexpr float kPerOctave = 32.0f;  // bins of the histogram per factor of two in weight
   static constexpr int kBinScale = 30;
   // Margin for the error of a number of tokens that is predicted from the sample, in standard deviations.
   static constexpr float kDeviations = 3.5f;
@@ -266,14 +266,14 @@ class Candidates {
     return static_cast<uint64>(static_cast<float>(count) * exp2f(kBinScale - octave));
   }
 
-  // The threshold, from a sample; infinity if the tokens that fit in the list fall short of top_p by half of
-  // 1 - top_p. Contains barriers.
+  // The threshold, from a sample; infinity, if only top_p truncates, when the tokens that fit in the list fall short
+  // of top_p by more than half of 1 - top_p. Contains barriers.
   CUKIT_DEVICE float bound(const Row::Atom& vectors, int first, float most, const Demand& demand,
                            int capacity, float slope) {
     const float largest = logit_of(team_.least(descending_key(most + 0.0f)));
     if (!(largest > -infinity() && largest < infinity())) return kLowest;
-    unsigned& hopeful = space_.groups[0];
-    if (threadIdx.x == 0) space_.limit = hopeful = 0;
+    unsigned& reachable = space_.groups[0];
+    if (threadIdx.x == 0) space_.limit = reachable = 0;
     constexpr int kPer = kBins / THREADS;
     uint64 counts[kPer], weights[kPer], sampled, weight;
     sample(counts, vectors, first, most, largest, slope);
@@ -289,7 +289,7 @@ class Candidates {
     const float room = room_for(capacity);
     const float short_of = 1.5f * (1.0f - demand.top_p) * static_cast<float>(weight);
     unsigned listed = 0;
-    bool hopes = false;
+    bool reaches = false;
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
       const unsigned b = threadIdx.x * kPer + j;
@@ -302,12 +302,12 @@ class Candidates {
       above += weights[j];
       if (b > 0 && (suffices || static_cast<float>(upto) > room)) continue;
       listed = b;
-      hopes = demand.count > 0 || demand.min_p > 0.0f || static_cast<float>(weight - above) <= short_of;
+      reaches = demand.count > 0 || demand.min_p > 0.0f || static_cast<float>(weight - above) <= short_of;
     }
     atomicMax(&space_.limit, listed);
-    if (hopes) atomicMax(&hopeful, 1u);
+    if (reaches) atomicMax(&reachable, 1u);
     __syncthreads();
-    if (hopeful == 0) return infinity();
+    if (reachable == 0) return infinity();
     if (space_.limit == kBins - 1) return kLowest;
     return largest - static_cast<float>(space_.limit + 1) / kPerOctave / slope;
   }

@@ -20,7 +20,7 @@
 namespace cukit {
 
 // Penalties on the logits of tokens that occurred before. `counts` holds, for each token of the vocabulary,
-// how often it was generated; the highest bit is set if it is in the history at all (count_tokens.cu).
+// how often it was generated; the highest bit is set if the token is in the history at all (count_tokens.cu).
 struct Penalties {
   const int* counts;  // [vocab_size], with PENALIZED
   float repetition, presence, frequency;
@@ -42,7 +42,7 @@ struct Penalties {
 };
 
 constexpr int kAtomTokens = ATOM * kWarpSize * VEC;
-// A lane's accesses that load 8 logits, or all accesses of an atom if they load fewer.
+// The number of accesses by which a lane loads 8 logits; fewer if an atom has fewer.
 constexpr int kAccessesOf8 = VEC >= 8 || ATOM == 1 ? 1 : 8 / VEC < ATOM ? 8 / VEC : ATOM;
 
 constexpr int kAtomScale = 45;
@@ -74,7 +74,7 @@ struct AtomSum {
   float largest;
   uint64 sum;
 
-  // The weight of the atom in units of 2^-kScale of the weight of the row's `largest` logit.
+  // The weight of the atom in units of 2^-kScale of the weight of the row's largest logit.
   CUKIT_DEVICE uint64 weight(float row_largest, float slope) const {
     if (sum == 0) return 0;
     const double share = exp2f((largest - row_largest) * slope);
@@ -228,7 +228,7 @@ class Row {
     return largest;
   }
 
-  // The sum of an atom; every lane gets it. `largest`: of this lane's logits.
+  // The sum of an atom, returned in every lane. `largest`: the maximum of this lane's logits.
   CUKIT_DEVICE AtomSum sum_of(const Atom& atom, int first, float largest, float slope) const {
     AtomSum all;
     all.largest = logit_of(__reduce_min_sync(kFullMask, descending_key(largest + 0.0f)));

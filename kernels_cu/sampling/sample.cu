@@ -23,7 +23,7 @@
 //     probabilities.
 //   RESIDENT: one cluster per row, which keeps it in shared memory. select.cuh finds the cut, and all threads sum the
 //     kept weights.
-// Shared memory, dynamic: kWorkspaceBytes + 16 bytes, and with RESIDENT 4 bytes per token, for each atom of the block +
+// Shared memory, dynamic: kWorkspaceBytes; for each atom of the block 16 bytes, with RESIDENT also 4 bytes per token;
 //   8 * capacity bytes.
 // Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90, RESIDENT); RESIDENT 0|1: needs
 //   DRAWS Any; PENALIZED 0|1; DRAWS Few|All|Any; VERIFIES 0|1; ATOM: row.cuh; BLOCKS_PER_SM.
@@ -121,8 +121,8 @@ CUKIT_DEVICE float log_of(uint64 weights) {
   return cukit::kLn2 * (log2f(static_cast<float>(weights)) - static_cast<float>(cukit::kScale));
 }
 
-// Stores the weights of the first `ranked` entries of a sorted list: 0 for those that top_p and min_p exclude. Block 0
-// only, as the functions below; weights: shared memory for `ranked` values.
+// Stores the weights of the first `ranked` entries of a sorted list: 0 for those that top_p and min_p exclude. Only
+// block 0 calls this function and those below. weights: shared memory for `ranked` values.
 CUKIT_DEVICE void weigh_list(const uint64* list, uint64* weights, uint64* scans, float largest, float slope,
                              const Draw& draw, int ranked) {
   uint64 own[kPer], sum = 0, total;
@@ -158,7 +158,7 @@ CUKIT_DEVICE uint64 sum_of_list(const uint64* list, const uint64* weights, int r
   return cukit::warp_sum(sum);
 }
 
-// Replaces a list's weights by those after the rejection of a draft, unless all of these are 0.
+// Replaces a list's weights by those after the rejection of a draft, unless the new weights are all 0.
 CUKIT_DEVICE void subtract_draft(const uint64* list, uint64* weights, int ranked, const Draft& draft, uint64 total) {
   const double share = 1.0 / static_cast<double>(total);
   uint64 left[kPer], any = 0;
@@ -220,6 +220,7 @@ CUKIT_DEVICE void list_best(const uint64* list, const Results& results, const Sa
   }
 }
 
+// Writes the results of an invalid row: -1 for tokens, NaN for log-probabilities.
 CUKIT_DEVICE void refuse(const Results& results, const SampleParameters& p) {
   constexpr unsigned kNan = 0x7fffffffu;
   if (threadIdx.x == 0) {
@@ -404,7 +405,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       }
     }
   };
-  // The same without truncation.
+  // As draw_kept, without truncation.
   const auto draw_atom = [&]() -> uint64 {
     Team::Sum sum = atoms.total(largest, slope);
     all = sum.total;

@@ -29,7 +29,7 @@ struct Workspace {
   unsigned bins[2][kBins];  // counts, or low and high parts of sums of significands
   uint64 list[kMaxSorted];  // ranks, in block 0
   uint64 scans[kWarps];
-  unsigned groups[128];     // best.cuh
+  unsigned groups[128];     // best.cuh, candidates.cuh
   unsigned cursor;          // entries appended to a list
   unsigned limit;           // best.cuh, candidates.cuh
 };
@@ -101,7 +101,8 @@ class Selection {
   // Collects at least the first `want` tokens in block 0's list, unsorted; returns their number, which may
   // exceed the list's capacity. `own` is the key of this thread's largest logit.
   CUKIT_DEVICE int collect_best(int want, unsigned own) {
-    // If `want` threads have their largest logit above a bin's lower edge, so have `want` tokens.
+    // If the largest logits of `want` threads are in bins 0 .. b, these bins have at least `want`
+    // tokens.
     atomicAdd(&space_.bins[0][count_bin(largest_ - logit_of(own))], 1u);
     const Found found = find<By::Count>(static_cast<uint64>(want), 0.0f, -1);
     const bool all = found.bin == kBins - 1;
@@ -140,7 +141,8 @@ class Selection {
       }
     };
     source_.each([&](float x, int column) {
-      // Lower octaves have weights of 0, as has -infinity, the logit past the end of the vocabulary.
+      // Tokens of octaves above kScale have weights of 0, among them -infinity, the logit past the
+      // end of the vocabulary.
       const Scaled weight = scaled(x);
       const bool counts = by == By::Weight ? weight.octave() <= kScale : column < source_.columns();
       if (counts && (whole || within.keeps(x, column))) count(bin_of<by>(x, weight), weight);
@@ -180,7 +182,7 @@ class Selection {
 
  private:
   static constexpr int kDigitBits = 11;
-  static constexpr unsigned kFew = kMaxSorted / 2;  // tokens of a bin that are sorted
+  static constexpr unsigned kFew = kMaxSorted / 2;  // most tokens of a bin that are sorted
   static_assert(1 << kDigitBits == kBins);
 
   struct Found {
@@ -200,8 +202,8 @@ class Selection {
     return weight.below_one >> (kOctaveShift - kBinsPerOctaveLog2);
   }
 
-  // Range of distances from the largest logit of a bin's tokens, slightly widened: rejects most tokens of
-  // other bins without computing their weights.
+  // The range of the distances of a bin's tokens from the row's largest logit, slightly widened:
+  // rejects most tokens of other bins without computing their weights.
   struct Span {
     float nearest = 0.0f, farthest = infinity();
 

@@ -51,7 +51,10 @@ class PrefixCacheSimulator:
         self._time = 0
 
     def begin(self, name: int, tokens: Sequence[int], priority: int) -> bool:
-        """Starts a request; returns whether there was room. The last token is always computed."""
+        """Starts a request; returns whether there was room.
+
+        The last token is always computed, never found in the cache.
+        """
         found = self._touch(tokens, (len(tokens) - 1) // self.block_size)
         self._requests[name] = _Request(list(tokens), priority, found)
         if not self._make_room():
@@ -62,7 +65,7 @@ class PrefixCacheSimulator:
         return True
 
     def append(self, name: int, token: int) -> bool:
-        """Appends tokens; returns whether there was room."""
+        """Appends a token; returns whether there was room."""
         request = self._requests[name]
         request.tokens.append(token)
         if not self._make_room():
@@ -101,8 +104,9 @@ class PrefixCacheSimulator:
         return found
 
     def _make_room(self) -> bool:
-        """Evicts blocks until everything fits: of those that no running request began with and
-        that no cached block follows, the lowest first. Evicts nothing where that is not enough."""
+        """Evicts blocks until everything fits, in the order of the policy: only blocks that no
+        running request found at its start and that no cached block follows. Evicts nothing if
+        these are not enough."""
         held = {
             key
             for request in self._requests.values()
@@ -126,9 +130,8 @@ class PrefixCacheSimulator:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of a conversation: question and answer."""
+    """A request of a conversation, and the answer to it."""
 
-    conversation: int
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     priority: int
@@ -140,7 +143,6 @@ def conversations(
     """A trace of multi-turn conversations over shared system prompts with Zipf popularity.
 
     The prompt of a turn is the system prompt, all earlier questions and answers, and a question.
-    Tokens stand for the hashes of a block trace: equal numbers are equal text.
     """
     generator = np.random.default_rng(seed)
     popularity = 1 / np.arange(1, num_prompts + 1)
@@ -149,17 +151,17 @@ def conversations(
         tuple(generator.integers(100, 200, generator.integers(1, 6) * block_size + 1).tolist())
         for _ in range(num_prompts)
     ]
-    open_texts: list[tuple[int, tuple[int, ...], int]] = []
+    open_texts: list[tuple[tuple[int, ...], int]] = []
     turns = []
-    for number in range(num_turns):
+    for _ in range(num_turns):
         if not open_texts or generator.random() < 0.4:
             which = int(generator.choice(num_prompts, p=popularity))
-            conversation, text, priority = number, systems[which], which % 3
+            text, priority = systems[which], which % 3
         else:
-            conversation, text, priority = open_texts.pop(int(generator.integers(len(open_texts))))
+            text, priority = open_texts.pop(int(generator.integers(len(open_texts))))
         question = tuple(generator.integers(0, 50, generator.integers(1, 7)).tolist())
         answer = tuple(generator.integers(0, 50, generator.integers(1, 9)).tolist())
-        turns.append(Turn(conversation, text + question, answer, priority))
+        turns.append(Turn(text + question, answer, priority))
         if generator.random() < 0.7:
-            open_texts.append((conversation, text + question + answer, priority))
+            open_texts.append((text + question + answer, priority))
     return turns

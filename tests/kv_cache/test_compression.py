@@ -61,7 +61,7 @@ def probabilities(q: Any, k: Any) -> Any:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @emulated(lambda strategy: strategy == "snapkv")
-def test_attention_over_what_is_kept(strategy: str, device: str) -> None:
+def test_attention_over_the_kept_keys(strategy: str, device: str) -> None:
     """Against dense attention over the kept keys with a mask from their original positions: for
     the last tokens' queries, the next token's, and queries in the middle."""
     q, k, v = tokens(device)
@@ -92,7 +92,7 @@ def test_attention_over_what_is_kept(strategy: str, device: str) -> None:
     assert np.abs(host(paged) - host(small.attend(q[:, -1:]))).max() < 1e-2
 
 
-def test_bytes() -> None:
+def test_compression_ratios() -> None:
     """Compression ratios of 16-bit keys and values with head_dim 64."""
     q, k, v = (array.astype(float16) for array in tokens("cpu", 256))
     ratios = {
@@ -110,7 +110,7 @@ def test_bytes() -> None:
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("dtype", [np.float32, float16, bfloat16], ids=str)
-def test_a_value_is_half_a_step_from_its_code(bits: int, dtype: Any) -> None:
+def test_decoded_values_are_within_half_a_step(bits: int, dtype: Any) -> None:
     """Ranges far from zero, a channel of equal values, both axes."""
     generator = np.random.default_rng(1)
     x = (generator.standard_normal((2, 64, 3, 32)) + generator.uniform(-9, 9, 32)).astype(dtype)
@@ -129,7 +129,9 @@ def test_a_value_is_half_a_step_from_its_code(bits: int, dtype: Any) -> None:
 
 @pytest.mark.parametrize(("seq_q", "head_dim"), [(150, 64), (1, 64), (33, 128)])
 @emulated(lambda seq_q: seq_q == 33)
-def test_attention_received_is_the_sum_of_columns(device: str, seq_q: int, head_dim: int) -> None:
+def test_attention_received_equals_the_sum_of_columns(
+    device: str, seq_q: int, head_dim: int
+) -> None:
     q, k, _ = tokens(device, head_dim=head_dim)
     received = attention_received(q[:, -seq_q:], k)
     want = probabilities(q[:, -seq_q:], k).sum((2, 3))
@@ -204,7 +206,7 @@ def test_kept_keys_keep_the_rotation_of_their_positions() -> None:
 
 
 @emulated(lambda: False)
-def test_new_tokens_join_by_their_states(device: str) -> None:
+def test_new_tokens_are_attended_to_by_merging_states(device: str) -> None:
     """Attention of new tokens over a compressed prompt and themselves."""
     q, k, v = tokens(device, seed=6)
     prompt, new = slice(0, 140), slice(140, 150)
@@ -222,7 +224,7 @@ def test_new_tokens_join_by_their_states(device: str) -> None:
     assert np.abs(host(out) - want).max() < (1e-5 if device == "cpu" else 4e-3)
 
 
-def test_a_large_budget_keeps_everything() -> None:
+def test_a_large_budget_keeps_every_key() -> None:
     q, k, v = tokens("cpu", 20)
     for name in ("sink_window", "heavy_hitters", "snapkv"):
         small = ck.compress_kv(k, v, name, queries=q, budget=99)
@@ -234,7 +236,7 @@ def test_a_large_budget_keeps_everything() -> None:
     assert kivi.error == 0
 
 
-def test_parts_of_the_ranking() -> None:
+def test_pooling_and_top_positions() -> None:
     scores = np.array([[[0.0, 5.0, 1.0, 1.0, 0.0, 2.0]]])
     assert pooled(scores, 3).tolist() == [[[5, 5, 5, 1, 2, 2]]]
     assert pooled(scores, 1).tolist() == scores.tolist()
@@ -260,7 +262,9 @@ def test_parts_of_the_ranking() -> None:
     ],
     ids=str,
 )
-def test_what_is_rejected(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_are_rejected(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     zeros = np.zeros((1, 100, 2, 64), np.float32)
     arguments = {"k": zeros, "v": zeros, "strategy": "int8", "queries": zeros, "budget": 10}
     ck.compress_kv(**arguments)

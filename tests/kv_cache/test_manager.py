@@ -74,6 +74,17 @@ def test_cached_blocks_are_evicted_and_held_ones_are_not() -> None:
     cache.check_invariants()
 
 
+def test_errors_name_the_method_that_was_called() -> None:
+    cache = manager(num_blocks=2)
+    cache.allocate("a", range(5))
+    cache.preempt("a", by="recompute")
+    cache.allocate("b", range(100, 108))
+    with pytest.raises(OutOfMemoryError, match=r"^resume: 2 blocks are needed"):
+        cache.resume("a")
+    with pytest.raises(OutOfMemoryError, match=r"^append_each: 1 blocks are needed"):
+        cache.append_each(["b"], [9])
+
+
 def test_forks_share_until_they_write(device: str) -> None:
     cache = manager(num_layers=2, device=device)
     cache.allocate("a", range(6))
@@ -113,7 +124,7 @@ def test_preempted_requests_are_restored(by: str, device: str) -> None:
         cache.append("a", [1])
     assert cache.available_blocks == 4
     if by == "swap":
-        cache.allocate("b", range(50, 66))  # every block, for b to write
+        cache.allocate("b", range(50, 66))  # every block, so that b overwrites them
         cache.slab.array[...] = 0
         cache.free("b", keep=False)
         assert cache.resume("a") == 10

@@ -118,7 +118,7 @@ def server(device: str, num_blocks: int, block_size: int, **options: Any) -> Ser
     return made
 
 
-def test_a_second_request_computes_only_what_is_new(device: str) -> None:
+def test_a_second_request_computes_only_new_tokens(device: str) -> None:
     served = server(device, 16, 4)
     assert served.add("a", [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
     assert served.add("b", [1, 2, 3, 4, 5, 6, 7, 8, 1, 1, 1]) == 8
@@ -170,7 +170,7 @@ def test_int4_needs_a_ring_for_each_block_that_is_not_full(device: str) -> None:
         served.attention.add("b", [1, 2])
     served.cache.check_invariants()
     assert served.add("full", [*range(GROUP)]) == 0
-    with pytest.raises(OutOfMemoryError, match="append: ring buffers needed: 1"):
+    with pytest.raises(OutOfMemoryError, match="append_each: ring buffers needed: 1"):
         served.attention.append(["full"], [3])
     served.cache.check_invariants()
     served.append({"a": 4})
@@ -179,7 +179,7 @@ def test_int4_needs_a_ring_for_each_block_that_is_not_full(device: str) -> None:
 
 
 @pytest.mark.parametrize("stored", [ck.int8, ck.float8_e4m3], ids=lambda dtype: dtype.name)
-def test_codes_of_8_bits(device: str, stored: Any) -> None:
+def test_caches_of_8_bit_codes(device: str, stored: Any) -> None:
     made = Server(16, 4, bfloat16, stored=stored)
     if (device == "gpu") != (made.xp is not np):
         pytest.skip("with a GPU, the slab is in GPU memory")
@@ -189,7 +189,7 @@ def test_codes_of_8_bits(device: str, stored: Any) -> None:
     made.append({"b": 3, "a": 7})
 
 
-def test_attend_turns_queries_and_keys(device: str) -> None:
+def test_attend_rotates_queries_and_keys(device: str) -> None:
     """With rotary tables, the same results as for rows rotated beforehand."""
     outs = []
     for fused in (False, True):

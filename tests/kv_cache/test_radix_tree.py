@@ -36,7 +36,7 @@ def test_two_sequences_diverge_within_a_block() -> None:
     tree.check_invariants()
 
 
-def test_salts_share_nothing_and_leave_nothing() -> None:
+def test_salts_share_no_blocks_and_empty_roots_are_removed() -> None:
     tree = RadixTree(1)
     tree.insert(run(1, 2), [0, 1], salt="one")
     assert tree.match(run(1, 2), salt="other")[1] == []

@@ -28,7 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},
     {"temperature": 0.02, "top_k": 30, "logprobs": 30},
 ]
-# Rows: one block, blocks of which most threads have nothing, odd vocabularies, clusters.
+# Rows: one block, blocks in which most threads are idle, odd vocabularies, clusters.
 SHAPES = [(5, 33), (4, 1000), (2, 9000)]
 LARGE = [
     (3, 1),
@@ -43,7 +43,7 @@ LARGE = [
 
 
 def results_of(device, placed, **options):
-    """Results of two runs that must agree to the bit."""
+    """Results of a run; a second run must be bitwise equal."""
     runs = []
     for repeat in range(2):
         with another_order(device, repeat):
@@ -223,7 +223,7 @@ def test_candidates_of_large_rows(device, rng, kind, options):
     assert_same(got, reference.sample(logits.astype(np.float64), **options))
     for mine, other in zip(got, streamed(device, x, **options), strict=True):
         assert (mine is None) or to_host(mine).tobytes() == to_host(other).tobytes()
-    # An array of a default value: another kernel, which decides row by row.
+    # An array of the default value selects another kernel, which decides for each row.
     name = "min_p" if "top_p" in options else "top_p"
     if name not in options:
         (each,) = to_device(device, np.full(2, 1 if name == "top_p" else 0, np.float32))
@@ -263,7 +263,7 @@ def test_logits_that_differ_in_their_last_bits(device, rng, spread):
         assert_same(got, reference.sample(logits.astype(np.float64), seed=9, **options))
 
 
-def test_masked_tokens_are_never_drawn(device, rng):
+def test_masked_tokens_are_never_drawn(device):
     logits = np.full((4, 700), -np.inf, np.float32)
     logits[:, 13], logits[:, 600] = 1, 1
     logits[3, 600] = -np.inf
@@ -280,7 +280,7 @@ def test_masked_tokens_are_never_drawn(device, rng):
     assert np.isneginf(listed[0, 2:]).all()
 
 
-def test_what_cannot_be_sampled_is_refused_alone(device, rng):
+def test_invalid_rows_get_no_token_and_do_not_affect_others(device, rng):
     logits = random(rng, (10, 900), "float32")
     logits[1, 800], logits[2, 3], logits[3] = np.nan, np.inf, -np.inf
     options = {
@@ -299,7 +299,7 @@ def test_what_cannot_be_sampled_is_refused_alone(device, rng):
     assert_same(got, reference.sample(logits, logprobs=2, **options))
 
 
-def test_penalties_out_of_range_are_refused_alone(device, rng):
+def test_rows_with_invalid_penalties_get_no_token(device, rng):
     logits = random(rng, (6, 900), "float32")
     penalties = {
         "repetition_penalty": np.array([1.1, 0, -1, np.inf, 1, 1], np.float32),
@@ -337,7 +337,7 @@ def test_bounds_of_the_options(device, rng):
         np.testing.assert_array_equal(to_host(sample(x, seed=4, **options).tokens), best)
 
 
-def test_the_token_that_crosses_top_p_is_kept(device):
+def test_the_token_that_reaches_top_p_is_kept(device):
     logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], np.float32))
     (x,) = to_device(device, np.repeat(logits, 60, axis=0))
     for top_p, kept in ((0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.9, 4)):
@@ -382,8 +382,8 @@ def test_a_row_alone_and_in_a_batch(rng, options):
 
 
 def deviation(tokens, probabilities):
-    """Of a chi-square statistic, as a standard normal number (Wilson and Hilferty); rare tokens
-    count together."""
+    """The chi-square statistic as a standard normal deviate (Wilson and Hilferty); rare tokens are
+    counted together."""
     draws = tokens.size
     counts = np.bincount(tokens, minlength=probabilities.size).astype(np.float64)
     assert not counts[probabilities == 0].any()
@@ -479,7 +479,7 @@ def test_errors_name_the_argument():
         sample(logits, repetition_penalty=0)
     with pytest.raises(ArrayDtypeError, match="seed must be int64"):
         sample(logits, seed=np.zeros(3, np.int32))
-    with pytest.raises(ArrayShapeError, match=r"top_k must have shape \(3\), got \(2,\)"):
+    with pytest.raises(ArrayShapeError, match=r"top_k must have shape \(3,\), got \(2,\)"):
         sample(logits, top_k=np.ones(2, np.int32))
     with pytest.raises(ConfigError, match=r"logprobs must be at most 8 \(tokens\), got 9"):
         sample(logits, logprobs=9)
@@ -492,7 +492,7 @@ def test_an_empty_batch(device):
     assert sample(x, top_k=5, logprobs=2).top_logprobs.shape == (0, 2)
 
 
-def test_streamed_rows_are_planned_by_what_they_need():
+def test_plans_of_streamed_rows():
     hopper = TYPICAL_DEVICES["sm_90"]
     for vec, dtype in ((1, "float16"), (4, "float32"), (8, "bfloat16")):
         for vocab_size, tokens in ((1000, 256), (50257, 1024), (128256, 1024)):

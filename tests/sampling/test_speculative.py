@@ -87,7 +87,7 @@ def test_drafts_of_large_rows(device, rng, kind, options, drawn):
     drafts = np.array([[best[0]], [second[1]]], np.int32)
     probs = None
     if drawn:
-        # The first is accepted; the second is rejected in all likelihood.
+        # The first is accepted; the second is almost certainly rejected.
         probs = np.exp(logits[:, :1].astype(np.float64))
         probs /= probs.sum(axis=-1, keepdims=True)
         probs[0, 0, best[0]] /= 2
@@ -107,7 +107,7 @@ def test_drafts_of_large_rows(device, rng, kind, options, drawn):
 
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 9}, {"top_p": 0.9}], ids=str)
-def test_a_rejected_draft_that_leaves_nothing(device, options):
+def test_a_rejected_draft_without_residual_probability(device, options):
     """Without an excess of the target, the token is drawn from the target."""
     logits = np.full((2, 2, 600), -np.inf, np.float32)
     logits[..., 44] = 1
@@ -172,7 +172,7 @@ def test_a_request_alone_and_in_a_batch(rng, options, drawn):
             np.testing.assert_array_equal(to_host(mine)[request], to_host(single)[0])
 
 
-def test_without_drafts_it_is_sample(device, rng):
+def test_equals_sample_without_drafts(device, rng):
     logits = random(rng, (6, 1, 900), "float32")
     drafts, x = to_device(device, np.zeros((6, 0), np.int32), logits)
     verified = speculative_verify(drafts, x, top_p=0.9, seed=3, step=8)
@@ -181,7 +181,7 @@ def test_without_drafts_it_is_sample(device, rng):
     assert not to_host(verified.num_accepted).any()
 
 
-def test_a_perfect_draft_is_accepted_whole(device, rng):
+def test_a_perfect_draft_is_accepted_completely(device, rng):
     logits = random(rng, (8, 4, 400), "float32")
     exact = np.exp(logits.astype(np.float64))
     exact /= exact.sum(axis=-1, keepdims=True)
@@ -205,7 +205,7 @@ def test_tokens_outside_the_vocabulary_end_a_draft(device, rng):
     np.testing.assert_array_equal(to_host(verified.tokens), expected)
 
 
-def test_refused_logits_end_a_draft(device, rng):
+def test_invalid_logits_end_a_draft(device, rng):
     logits = random(rng, (2, 3, 64), "float32")
     drafts = logits.argmax(axis=-1)[:, :2].astype(np.int32)
     logits[0, 1, 5] = np.nan
@@ -215,8 +215,8 @@ def test_refused_logits_end_a_draft(device, rng):
 
 
 @pytest.mark.parametrize("drawn", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_texts_have_the_target_s_distribution(device, rng, drawn):
-    """The first token, whatever the draft."""
+def test_first_tokens_follow_the_distribution_of_the_target(device, rng, drawn):
+    """The first token has the distribution of the target for any distribution of drafts."""
     draws = {"cpu": 10**6, "gpu": 10**6, "emulator": 2000}[device]
     logits = random(rng, (1, 2, 12), "float32", scale=1.5)
     exact = np.exp(logits[0, 0].astype(np.float64))
