@@ -46,11 +46,11 @@ enum class LaneOrder { ByRow, ByColumn };
 // (multiples of 16, known at compile time) in the tile `bytes` after this one: tiles of one shape
 // share an operand's address register.
 //
-//   left operand A (m x k):   A stored [m][k]: ByRow            A stored [k][m]: ByColumn, transposed
-//   right operand B (k x n):  B stored [n][k]: ByColumn         B stored [k][n]: ByRow, transposed
+//   left operand A (m x k):   A stored [m][k]: ByRow         A stored [k][m]: ByColumn, transposed
+//   right operand B (k x n):  B stored [n][k]: ByColumn      B stored [k][n]: ByRow, transposed
 //   (two neighbouring 16x8 B operands at a time: r[0] r[1] and r[2] r[3])
 //
-// Span columns belong to this warp, starting at a multiple of Span: a power of two, or all of Cols.
+// A warp reads Span columns, the first one at a multiple of Span; Span is a power of two or Cols.
 template <int Cols, int Span, LaneOrder Order, bool Transposed>
 struct Operand {
   static_assert(Span == Cols || (Span & (Span - 1)) == 0, "columns are added without carries");
@@ -129,7 +129,8 @@ CUKIT_DEVICE void clear(float (&acc)[MT][NT][4]) {
 }
 
 // Copies tiles from global to shared memory. Called by all Threads threads of the block; the caller
-// commits the group. Rows of the source are `row_stride` elements apart.
+// commits the group. Rows of the source are `row_stride` elements apart. Padded: the source may
+// have fewer than Cols columns.
 template <int Rows, int Cols, int Threads, bool Padded>
 struct TileCopy {
   static constexpr int kChunks = Swizzle<Cols>::kChunks;
@@ -141,7 +142,8 @@ struct TileCopy {
   static constexpr bool kWholeRows =
       Threads % (8 * kChunks) == 0 && Rows % kRowsPerPass == 0 && kRowsPerPass <= 32;
 
-  // Copies a tile; rows from `rows` on and columns from `cols` on become zeros and are not read.
+  // Copies a tile; rows from `rows` on and, if Padded, columns from `cols` on become zeros and are
+  // not read.
   template <typename T>
   CUKIT_DEVICE static void start(unsigned tile, const T* from, long long row_stride, int rows,
                                  int cols) {
@@ -173,8 +175,8 @@ struct TileCopy {
 };
 
 // Stores Rows rows of a tile, from `first_row` on, to global memory, 16 bytes per access; rows from
-// `rows` on and columns from `cols` on are skipped. Called by Threads threads, numbered by
-// `thread`: a warp may store its own rows.
+// `rows` on and, if Padded, columns from `cols` on are skipped. Called by Threads threads, numbered
+// by `thread`: a warp may store its own rows.
 template <int Rows, int Cols, int Threads, bool Padded, typename T>
 CUKIT_DEVICE void store_tile(T* to, long long row_stride, const unsigned char* tile, int first_row,
                              int rows, int cols, int thread) {

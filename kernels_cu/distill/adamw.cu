@@ -10,7 +10,7 @@
 // Paper: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
 // Mapping: one block per CHUNK elements of a tensor; tensor_of_block is the index of its descriptor,
 //   which contains the addresses. No shared memory.
-// Macros: DTYPE float32|float16|bfloat16 of the parameters; GRAD the same of the gradients; MASTER 1:
+// Macros: DTYPE, GRAD float32|float16|bfloat16: dtypes of the parameters and gradients; MASTER 1:
 //   with a float32 master copy, 0: the (float32) parameter is its own master; THREADS; CHUNK a
 //   multiple of 4 * THREADS.
 // Minimum architecture: sm_80. Arithmetic in float, deterministic. Reference:
@@ -33,7 +33,7 @@ struct Tensor {  // int64 [8] on the host
   float* exp_avg_sq;
   long long size;
   long long first_block;
-  long long aligned;  // every address allows accesses of kVec elements
+  long long aligned;  // nonzero if every address is aligned for kVec elements
 };
 
 struct Step {

@@ -79,8 +79,8 @@ class LogitRow {
     }
   }
 
-  // to_v = dz_v / dx_v * sum over the masses of factor * 2^(scale z_v - reference); `to` may be the row
-  // itself.
+  // to_v = dz_v / dx_v * sum over the masses of factor * 2^(scale z_v - reference); `to`: a
+  // tensor with the layout of the logits, or the logits themselves.
   template <int Masses>
   CUKIT_DEVICE void write_softmax(element_t* to, const Mass (&masses)[Masses],
                                   const float (&scales)[Masses], const float (&factors)[Masses]) {

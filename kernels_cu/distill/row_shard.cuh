@@ -1,15 +1,16 @@
-// Rows of logits whose columns are sharded over processes: the statistics of a shard, and how those of
-// all shards are merged.
+// Rows of logits whose columns are sharded over processes: the statistics of a shard, and the merge
+// of those of all shards.
 //
-// Each sum over whole rows ends a launch, and processes exchange a few floats per row between launches:
+// After each sum over whole rows the kernel is launched again; between launches, processes exchange
+// a few floats per row:
 //
 //   PHASE 1  the masses of the shard                -> states [rows, kStateFloats], all-gathered
 //   PHASE 2  loss and slopes of the shard, for divergences whose gradient needs their sum
 //                                                   -> sums [rows, 2], all-reduced
 //   PHASE 3  the gradient of the shard, and the shard's part of the losses
 //
-// PHASE 0 is a kernel over whole rows. Every process merges the shards in rank order, so all get the
-// same bits.
+// PHASE 0 is a kernel over whole rows. Every process merges the shards in rank order, so the merged
+// statistics are bitwise equal on all processes.
 //
 // Macros: PHASE 0..3.
 #pragma once
@@ -25,7 +26,7 @@ namespace cukit {
 // student and teacher, used only by the shard's own process; one unused.
 constexpr int kStateFloats = 12;
 
-// The mass of two shards together.
+// The mass of the columns of two shards.
 CUKIT_DEVICE Mass merged(const Mass& a, const Mass& b) {
   Mass both;
   both.reference = fmaxf(a.reference, b.reference);

@@ -1,8 +1,8 @@
-// KL divergence of each row from K tokens of a teacher, with the gradient for the student's logits;
-// optionally the cross-entropy on a target mixed into both.
+// KL divergence of each row from K = num_known tokens of a teacher, with the gradient for the
+// student's logits; optionally the cross-entropy on a target mixed into both.
 //
 //   q = softmax(student / T)
-//   TAIL 0, top-k tokens alone: p_k = exp(log_probs_k), divided by their sum; d_k = log p_k - log q_k
+//   TAIL 0, top-k tokens only: p_k = exp(log_probs_k), divided by their sum; d_k = log p_k - log q_k
 //             soft = sum_k p_k (expm1(-d_k) + d_k) + q_r
 //             grad_k = q_k - p_k,  elsewhere q
 //   TAIL 1, top-k tokens, and all others merged into one more:
@@ -21,7 +21,8 @@
 //   (GRAD): the gradient, except for the target and the K tokens, which the block writes afterwards.
 //   The gradient may overwrite the logits. Samples are compared pairwise: K^2 / THREADS steps per
 //   thread.
-// Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes, dynamic; 4 MAX_KNOWN bytes static.
+// Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes, dynamic; 4 MAX_KNOWN bytes and less
+//   than 1.5 KiB for reductions, static.
 // Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MAX_KNOWN: largest K; GRAD 0|1;
 //   TAIL 0|1|2; HARD 0|1.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
@@ -54,7 +55,7 @@ CUKIT_DEVICE float term(float p, float q, float d) {
   return fabsf(d) < kNear ? p * (d * d * series) : fmaf(p, d, q - p);
 }
 
-// Minimum blocks per SM; 0: the compiler's choice, with which variants for samples spill.
+// Minimum blocks per SM; 0: the compiler's choice, which makes variants for samples spill on sm_80.
 constexpr int kMinBlocks = TAIL == 2 || TRANSFORM ? 768 / THREADS : 0;
 
 }  // namespace
@@ -64,7 +65,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
     const float* __restrict__ teacher_log_probs,  // [rows, num_known]; null: zeros (TAIL 2)
     const float* __restrict__ sample_weights,     // [rows, num_known] or null; TAIL 2 only
     const int* __restrict__ teacher_ids,          // [rows, num_known]
-    const cukit::id_t* __restrict__ targets,      // [rows]; null: no row is ignored (not with HARD)
+    const cukit::id_t* __restrict__ targets,      // [rows]; null without HARD: no row is ignored
     const float* __restrict__ token_weights,      // [rows] or null
     float* __restrict__ soft_rows,                // [rows]
     float* __restrict__ hard_rows,                // [rows]; HARD only

@@ -2,14 +2,15 @@
 //
 //   out[i] = keep * sum_e values[e] z[columns[e]] + inject * memory[i]      e: the edges of row i
 //
-// Bound by the gathers of rows of z. Columns are independent, so the launcher runs all steps on a slice of columns
-// before the next slice: the gathered rows of a slice stay in L2.
+// Bound by the gathers of rows of z. Columns are independent, so the launcher runs all steps on a
+// slice of columns before the next slice: the gathered rows of a slice stay in L2.
 //
-// Mapping: LANES threads per row, VEC columns each; THREADS / LANES rows per block; grid (rows, slices of LANES * VEC
-//   columns). Each lane loads an edge and broadcasts it by shuffles; eight gathers are in flight. Sums are
-//   accumulated in float in the order of the edges: bitwise independent of the slices.
-// Shared memory: none. Macros: DTYPE float32|float16|bfloat16; VEC 1..8; LANES 8|16|32; INJECT 0|1; THREADS. Minimum
-//   architecture: sm_80. Deterministic.
+// Mapping: LANES threads per row, VEC columns each; THREADS / LANES rows per block; grid (rows,
+//   slices of LANES * VEC columns). Each lane loads an edge and broadcasts it by shuffles; eight
+//   gathers are in flight. Sums are accumulated in float in the order of the edges: bitwise
+//   independent of the slices.
+// Shared memory: none. Macros: DTYPE float32|float16|bfloat16; VEC 1..8; LANES 8|16|32; INJECT 0|1:
+//   add inject * memory; THREADS. Minimum architecture: sm_80. Deterministic.
 // Reference: cukit/reference/graph_memory.py, graph_diffusion.
 #include "common/platform.cuh"
 #include "common/ptx/grid_dependency.cuh"
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
     const int* __restrict__ offsets,  // [num_rows + 1]
     const int* __restrict__ columns,  // [edges]
     const float* __restrict__ values,  // [edges]
-    const T* z,                       // [any, dim]
+    const T* z,                       // [num_rows, dim]
     const T* __restrict__ memory,     // [num_rows, dim], INJECT 1
     T* __restrict__ out,              // [num_rows, dim]
     const __grid_constant__ cukit::DiffuseParameters p) {

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) edge_gradient(
     const int* __restrict__ offsets,   // [num_rows + 1]
     const int* __restrict__ columns,   // [edges]
     const T* __restrict__ grad,        // [num_rows, dim]
-    const T* __restrict__ z,           // [any, dim]
+    const T* __restrict__ z,           // [num_rows, dim]
     float* __restrict__ grad_values,   // [edges]
     const __grid_constant__ cukit::DiffuseParameters p) {
   const int lane = threadIdx.x % cukit::kWarpSize;

@@ -3,11 +3,12 @@
 //   s = sum_w gates[w], u = sum_w gates[w] values[w] over the writes w to row i
 //   out[i] = (1 - s / c) memory[i] + u / c, c = max(1, s)
 //
-// The writes to a row are a linked list in any order (link_writes.cu); the sums do not depend on the order
-// (reproducible_sums.cuh).
-// Negative gates are treated as 0.
-// Mapping: one warp per row, VEC columns per lane; rows without writes are copied. Shared memory: none.
-// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Computes in float.
+// The writes to a row are a linked list in any order (link_writes.cu); the sums do not depend on
+// the order (reproducible_sums.cuh). Negative gates are treated as 0.
+// Mapping: one warp per row, VEC columns per lane; rows without writes are copied. Shared memory:
+//   none.
+// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Computes in
+//   float.
 // Reference: cukit/reference/graph_memory.py, memory_write.
 #include "common/platform.cuh"
 #include "common/types.cuh"
@@ -24,8 +25,8 @@ CUKIT_DEVICE float open(float gate) { return gate < 0.0f ? 0.0f : gate; }
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
-    const int* __restrict__ heads,    // [num_rows]
-    const int* __restrict__ next,     // [num_writes]
+    const int* __restrict__ heads,    // [num_rows], the first write to each row or -1
+    const int* __restrict__ next,     // [num_writes], the next write to the same row or -1
     const T* __restrict__ values,     // [num_writes, dim]
     const float* __restrict__ gates,  // [num_writes]
     const T* memory,                  // [num_rows, dim]

@@ -1,15 +1,16 @@
-// Gradients of memory_write.cu with respect to the old memory, and to values and gates of each write.
+// Gradients of memory_write.cu with respect to the old memory and to the values and gate of each
+// write.
 //
 //   s < 1:  grad_memory[i] = (1 - s) grad[i]    grad_gates[w] = <grad[i], values[w] - memory[i]>
 //   else:   grad_memory[i] = 0                  grad_gates[w] = <grad[i], values[w] - out[i]> / s
 //   grad_values[w] = gates[w] / max(1, s) * grad[i]
 //
-// for each write w to row i, where s = totals[i] is the sum of the gates of these writes. Negative gates are treated
-// as 0 and have no gradient.
+// for each write w to row i, where s = totals[i] is the sum of the gates of these writes. Negative
+// gates are treated as 0 and have no gradient.
 //
 // Mapping: one warp per row of the memory, followed by one warp per write. Shared memory: none.
-// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Accumulates in float;
-//   deterministic.
+// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS. Minimum architecture: sm_80. Accumulates in
+//   float; deterministic.
 // Reference: cukit/reference/graph_memory.py, memory_write_backward.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "common/emulator/foreign.h"
+#include "common/emulator/host_math.h"
 
 namespace cukit::emulator::ptx {
 
@@ -106,28 +107,145 @@ inline void store(T* to, const From&... from) {
 
 // Arithmetic --------------------------------------------------------------------------------------
 
+// Floats of 16 bits: one number, or a pair of them.
 template <typename T>
-inline T minimum(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) {
-    return static_cast<T>(fmin(a, b));
-  } else if constexpr (std::is_integral_v<T>) {
-    return a < b ? a : b;
+inline constexpr bool kHalf = std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>;
+template <typename T>
+inline constexpr bool kPair = std::is_same_v<T, __half2> || std::is_same_v<T, __nv_bfloat162>;
+
+template <typename T>
+inline double as_number(T x) {
+  if constexpr (std::is_arithmetic_v<T>) {
+    return static_cast<double>(x);
   } else {
-    return __hmin2(a, b);
+    return static_cast<double>(static_cast<float>(x));
   }
 }
 template <typename T>
-inline T maximum(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) {
-    return static_cast<T>(fmax(a, b));
-  } else if constexpr (std::is_integral_v<T>) {
-    return a > b ? a : b;
+inline bool is_nan(T x) {
+  if constexpr (std::is_integral_v<T>) {
+    return false;
   } else {
-    return __hmax2(a, b);
+    const double number = as_number(x);
+    return number != number;
   }
 }
 template <typename T>
-inline T absolute(T x) { return x < T(0) ? T(-x) : x; }
+inline T canonical_nan() {
+  if constexpr (std::is_integral_v<T>) {
+    return 0;
+  } else if constexpr (kHalf<T>) {
+    return get<T>(std::uint16_t{0x7fff});
+  } else {
+    return std::is_same_v<T, double> ? get<T>(0x7ff8000000000000ull) : get<T>(0x7fffffffu);
+  }
+}
+
+// The result of an instruction with a rounding modifier, which the compiler must not contract.
+template <typename T>
+inline T rounded(T x) {
+  __asm__("" : "+m"(x));
+  return x;
+}
+
+// .sat: limits an integer to the range of its type, a float to [0, 1]; NaN becomes 0.
+template <typename To, typename From>
+inline To saturate(From x) {
+  if constexpr (std::is_integral_v<To>) {
+    return cukit_saturate<To>(static_cast<long double>(x));
+  } else if constexpr (kPair<To>) {
+    return To(saturate<decltype(To::x)>(x.x), saturate<decltype(To::y)>(x.y));
+  } else {
+    const double number = as_number(x);
+    return number > 0 ? (number < 1 ? To(x) : To(1.0f)) : To(0.0f);
+  }
+}
+// .relu: negative numbers become 0; NaN stays NaN.
+template <typename T>
+inline T relu(T x) {
+  if constexpr (kPair<T>) {
+    return T(relu(x.x), relu(x.y));
+  } else if constexpr (std::is_integral_v<T>) {
+    return x > 0 ? x : 0;
+  } else {
+    return is_nan(x) ? canonical_nan<T>() : as_number(x) > 0 ? x : T(0.0f);
+  }
+}
+
+// The smaller (`Larger`: the larger) of two numbers; -0 is less than +0. If one of them is NaN, the
+// result is the other one, or with .NaN (`PassNan`) NaN.
+template <bool Larger, bool PassNan, typename T>
+inline T extreme(T a, T b) {
+  if constexpr (kPair<T>) {
+    return T(extreme<Larger, PassNan>(a.x, b.x), extreme<Larger, PassNan>(a.y, b.y));
+  } else {
+    if (is_nan(a) || is_nan(b)) {
+      return PassNan || (is_nan(a) && is_nan(b)) ? canonical_nan<T>() : is_nan(a) ? b : a;
+    }
+    bool less = false;
+    if constexpr (std::is_integral_v<T>) {
+      less = a < b;
+    } else {
+      const double left = as_number(a), right = as_number(b);
+      less = left < right || (left == right && std::signbit(left) && !std::signbit(right));
+    }
+    return less == Larger ? b : a;
+  }
+}
+template <typename T>
+inline T absolute(T x) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::fabs(x);
+  } else if constexpr (std::is_integral_v<T>) {
+    return x < 0 ? T(-x) : x;
+  } else {  // clears the sign bits
+    using Bits = std::conditional_t<kPair<T>, std::uint32_t, std::uint16_t>;
+    return get<T>(static_cast<Bits>(get<Bits>(x) & 0x7fff7fffu));
+  }
+}
+
+// product + c, rounded to a double with an odd last bit unless it is exact. A 16-bit float converted
+// from it is rounded once: the double is never halfway between two such floats by rounding.
+inline double sum_to_odd(double product, double c) {
+  const double sum = product + c, other = sum - product;
+  const double lost = (product - (sum - other)) + (c - other);
+  const auto bits = get<std::uint64_t>(sum);
+  if (!(lost < 0 || lost > 0) || bits % 2 == 1) return sum;  // NaN if the sum is not finite
+  return get<double>((lost > 0) == (sum > 0) ? bits + 1 : bits - 1);
+}
+// a * b + c, rounded once.
+template <typename T>
+inline T fused(T a, T b, T c) {
+  if constexpr (kPair<T>) {
+    return T(fused(a.x, b.x, c.x), fused(a.y, b.y, c.y));
+  } else if constexpr (kHalf<T>) {  // the product is exact in a double
+    return T(sum_to_odd(as_number(a) * as_number(b), as_number(c)));
+  } else {
+    return std::fma(a, b, c);
+  }
+}
+
+// setp. If an operand is NaN, unordered comparisons are true and ordered ones false.
+enum class Compare { eq, ne, lt, le, gt, ge, num, nan };
+template <Compare C, bool Unordered, typename T>
+inline bool compare(T a, T b) {
+  if constexpr (kHalf<T>) {
+    return compare<C, Unordered>(static_cast<float>(a), static_cast<float>(b));
+  } else {
+    const bool numbers = !is_nan(a) && !is_nan(b);
+    if constexpr (C == Compare::num || C == Compare::nan) return numbers == (C == Compare::num);
+    if (!numbers) return Unordered;
+    switch (C) {
+      case Compare::eq: return a == b;
+      case Compare::ne: return a != b;
+      case Compare::lt: return a < b;
+      case Compare::le: return a <= b;
+      case Compare::gt: return a > b;
+      default: return a >= b;
+    }
+  }
+}
+
 template <typename T>
 inline T absolute_difference(T a, T b) { return a > b ? T(a - b) : T(b - a); }
 template <typename T>
@@ -136,6 +254,13 @@ inline T high_product(T a, T b) {
       sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
       std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>>;
   return static_cast<T>(static_cast<Wide>(a) * static_cast<Wide>(b) >> (8 * sizeof(T)));
+}
+// Multiplies the low 24 bits. Returns bits 0 to 31 of the product, or (`High`) bits 16 to 47.
+template <bool High, typename T>
+inline T product_of_24_bits(T a, T b) {
+  using Wide = std::conditional_t<std::is_signed_v<T>, std::int64_t, std::uint64_t>;
+  const Wide product = static_cast<Wide>(static_cast<T>(a << 8) >> 8) * (static_cast<T>(b << 8) >> 8);
+  return static_cast<T>(product >> (High ? 16 : 0));
 }
 // Shifts by more than the width return 0, or the sign.
 template <typename T>
@@ -151,8 +276,14 @@ inline unsigned clz(T x) {
   return x == 0 ? 8 * sizeof(T)
                 : static_cast<unsigned>(__builtin_clzll(static_cast<std::uint64_t>(x))) - (64 - 8 * sizeof(T));
 }
+// The position of the highest bit that differs from the sign (unsigned: of the highest set bit), or,
+// with .shiftamt, the left shift that moves this bit to the top. All ones if there is no such bit.
 template <typename T>
-inline unsigned bfind(T x) { return x == 0 ? ~0u : static_cast<unsigned>(8 * sizeof(T) - 1 - clz(x)); }
+inline unsigned bfind(T x, bool shift_amount) {
+  if (x < T(0)) x = static_cast<T>(~x);
+  if (x == 0) return ~0u;
+  return shift_amount ? clz(x) : static_cast<unsigned>(8 * sizeof(T) - 1 - clz(x));
+}
 template <typename T>
 inline T brev(T x) {
   T reversed = 0;
@@ -202,45 +333,54 @@ inline std::uint32_t dp4a(std::uint32_t a, std::uint32_t b, std::uint32_t c) {
   return c;
 }
 
-enum class Round { rn, rz, rni, rzi, rmi, rpi };
+enum class Round { none, rni, rzi, rmi, rpi };
 
-template <typename T>
-inline double as_number(T x) {
-  if constexpr (std::is_arithmetic_v<T>) {
-    return static_cast<double>(x);
-  } else {
-    return static_cast<double>(static_cast<float>(x));
+template <Round R>
+inline double to_integer(double x) {
+  switch (R) {
+    case Round::rni: return rint(x);
+    case Round::rzi: return trunc(x);
+    case Round::rmi: return floor(x);
+    case Round::rpi: return ceil(x);
+    default: return x;
   }
 }
 template <typename To, Round R, bool Saturate, typename From>
 inline To convert(From x) {
   if constexpr (std::is_integral_v<To> && std::is_integral_v<From>) {
-    return Saturate ? cukit_saturate<To>(static_cast<long double>(x)) : static_cast<To>(x);
+    return Saturate ? saturate<To>(x) : static_cast<To>(x);
   } else if constexpr (std::is_integral_v<To>) {
-    const double number = as_number(x);
-    return cukit_saturate<To>(R == Round::rni   ? rint(number)
-                              : R == Round::rmi ? floor(number)
-                              : R == Round::rpi ? ceil(number)
-                                                : trunc(number));
+    // NaN becomes 0, or the highest bit alone if one of the types has 64 bits.
+    constexpr bool kWide = sizeof(To) == 8 || sizeof(From) == 8;
+    if (is_nan(x)) return kWide ? static_cast<To>(1ull << (8 * sizeof(To) - 1)) : To(0);
+    return cukit_saturate<To>(to_integer<R>(as_number(x)));
   } else if constexpr (std::is_integral_v<From>) {
-    return static_cast<To>(x);
+    return Saturate ? saturate<To>(static_cast<To>(x)) : static_cast<To>(x);
   } else {
-    double number = as_number(x);
-    if constexpr (R == Round::rni) number = rint(number);
-    if constexpr (R == Round::rzi) number = trunc(number);
-    if constexpr (R == Round::rmi) number = floor(number);
-    if constexpr (R == Round::rpi) number = ceil(number);
-    if constexpr (Saturate) number = number > 0 ? (number < 1 ? number : 1) : 0;
-    return static_cast<To>(static_cast<std::conditional_t<std::is_same_v<To, double>, double, float>>(number));
+    const double number = to_integer<R>(as_number(x));
+    return static_cast<To>(Saturate ? saturate<double>(number) : number);
   }
 }
-template <typename Half>
+template <typename Half, bool Relu>
 inline std::uint32_t convert_two(float low, float high) {
-  const Half halves[2] = {Half(low), Half(high)};
+  Half halves[2] = {Half(low), Half(high)};
+  if constexpr (Relu) halves[0] = relu(halves[0]), halves[1] = relu(halves[1]);
   return get<std::uint32_t>(halves[0]) | get<std::uint32_t>(halves[1]) << 16;
 }
 // Rounded to the 19 bits that the tensor cores use, to nearest, ties away from zero.
-inline std::uint32_t to_tf32(float x) { return (get<std::uint32_t>(x) + 0x1000u) & ~0x1fffu; }
+inline std::uint32_t to_tf32(float x) {
+  return is_nan(x) ? 0x7fffffffu : (get<std::uint32_t>(x) + 0x1000u) & ~0x1fffu;
+}
+
+// The bytes that cp.async reads. Its operand after the size is src-size, or the predicate ignore-src.
+template <typename T>
+inline unsigned bytes_present(unsigned bytes, T operand) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return operand ? 0 : bytes;
+  } else {
+    return static_cast<unsigned>(operand);
+  }
+}
 
 // Warps -------------------------------------------------------------------------------------------
 
@@ -276,7 +416,7 @@ inline void mma_half(Number a_type, Number b_type, unsigned k, unsigned* d, cons
     sums[i] = static_cast<float>(get<__half>(static_cast<std::uint16_t>(d[i / 2] >> (16 * (i % 2)))));
   }
   ::cukit::emulator::mma(a_type, b_type, k, sums, a, b);
-  for (int i = 0; i < 2; ++i) d[i] = convert_two<__half>(sums[2 * i], sums[2 * i + 1]);
+  for (int i = 0; i < 2; ++i) d[i] = convert_two<__half, false>(sums[2 * i], sums[2 * i + 1]);
 }
 
 [[noreturn]] inline void leave() { not_emulated("inline PTX: exit"); }

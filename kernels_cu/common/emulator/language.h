@@ -95,7 +95,7 @@ using namespace ::std;
 
 // Arithmetic --------------------------------------------------------------------------------------
 
-// For two different types, like CUDA's overloads.
+// min and max of two different types, like CUDA's overloads.
 #define CUKIT_MIXED(name, compare)                                                                   \
   template <typename A, typename B,                                                                  \
             ::std::enable_if_t<::std::is_arithmetic_v<A> && ::std::is_arithmetic_v<B> &&             \
@@ -201,8 +201,9 @@ inline double sum_to_odd(double a, double b) {
 // Directed rounding: the result rounded to nearest, moved by one ulp if it is on the wrong side.
 inline float toward(double exact, float nearest, float side) {
   const double error = exact - nearest;
-  if (side == 0) return (error < 0) == (nearest > 0) && error != 0 ? nextafterf(nearest, 0) : nearest;
-  return error != 0 && (error > 0) == (side > 0) ? nextafterf(nearest, side) : nearest;
+  if (!(error < 0 || error > 0)) return nearest;  // exact, infinite or NaN
+  if (side == 0) return (error < 0) == (nearest > 0) ? nextafterf(nearest, 0) : nearest;
+  return (error > 0) == (side > 0) ? nextafterf(nearest, side) : nearest;
 }
 }  // namespace cukit::emulator
 #define CUKIT_DOWN_AND_UP(name, arguments, exact)                                                         \

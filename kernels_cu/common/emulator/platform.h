@@ -15,7 +15,8 @@
 #include "common/emulator/thread.h"
 
 // Qualifiers. A block's threads share one operating-system thread, so that a thread_local variable
-// is private to the block; for clusters the runtime swaps the contents per block.
+// is private to the block. The blocks of a cluster share that thread too: the runtime swaps the
+// contents of these variables when it switches blocks.
 #define __shared__ static thread_local
 #define __constant__ static
 #define __grid_constant__

@@ -19,8 +19,8 @@ inline int __syncthreads_count(int predicate, int line = __builtin_LINE()) {
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { ::cukit::emulator::sync_warp(mask); }
 
-// Any subset of the converged threads is a legal result; code that expects all threads of its
-// branch gets them.
+// CUDA may return any subset of the threads in the same branch. This returns all of them, so code
+// that relies on full convergence works here.
 inline unsigned __activemask() { return ::cukit::emulator::converged_lanes(); }
 
 namespace cukit::emulator {

@@ -129,6 +129,40 @@ CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule&
   epilogue.finish();
 }
 
+// The same with two consumer warpgroups that alternate: `group` 0 computes the whole tiles of turns
+// 0, 2, ..., group 1 those of turns 1, 3, ...; one runs its epilogue while the other multiplies. The
+// main loops run in the order of the turns, so the stages are read in the order in which they were
+// filled, each by one warpgroup: `pipeline` expects kWarpgroupWarps consumer arrivals.
+//
+// `issued` is the event that a turn's wgmmas have been issued, initialised with kWarpgroupWarps
+// arrivals: the next turn's wgmmas follow while the last step's still run. Epilogues are not
+// ordered; both run at the same time if an epilogue takes longer than a main loop. An epilogue
+// synchronises its warpgroup (as all do that store by TMA), so that no warp is a turn ahead.
+//
+// product.multiply<0>() calls its last argument once a tile's wgmmas have been issued.
+template <int Stages, typename Schedule, typename Product, typename Epilogue>
+CUKIT_DEVICE void consume_alternating(Pipeline<Stages>& pipeline, StageBarriers<1>& issued,
+                                      int group, const Schedule& schedule, const Product& product,
+                                      Epilogue& epilogue) {
+  PipelineState<Stages> state;
+  PipelineState<1> order;
+  typename Schedule::Tile tile;
+  for (int turn = 0; schedule.tile(turn, tile); ++turn) {
+    if (turn % 2 == group) {
+      typename Product::Accumulators sums;
+      detail::begin_tile(epilogue, tile, 0);
+      issued.wait_previous(order);
+      product.template multiply<0>(
+          sums, pipeline, state, tile, [](int) {}, [&] { issued.arrive_warp(order); });
+      epilogue.store(sums, tile);
+    } else {
+      state.advance(tile.end_step - tile.first_step);
+    }
+    order.advance();
+  }
+  epilogue.finish();
+}
+
 // Call before a block exits: waits until no block of the cluster accesses another's shared memory.
 template <int ClusterSize>
 CUKIT_DEVICE void leave_cluster() {
@@ -408,6 +442,14 @@ struct SharedProduct {
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
                              PipelineState<Stages>& state, const Tile& tile,
                              const Call& overlapped) const {
+    multiply<Overlapped>(sums, pipeline, state, tile, overlapped, [] {});
+  }
+
+  // Then calls issued(): the wgmmas of all steps have been issued, those of the last one still run.
+  template <int Overlapped, int Stages, typename Tile, typename Call, typename Issued>
+  CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
+                             PipelineState<Stages>& state, const Tile& tile,
+                             const Call& overlapped, const Issued& issued) const {
     const int steps = tile.end_step - tile.first_step;
     PipelineState<Stages> done;
 #pragma unroll
@@ -418,6 +460,7 @@ struct SharedProduct {
     for (int step = Overlapped; step < steps; ++step) {
       multiply_step(sums, pipeline, state, done, step > 0);
     }
+    issued();
 #pragma unroll
     for (int row = 0; row < Shape::kRowTiles; ++row) wgmma_wait<0>(sums[row]);
     pipeline.template release_to_cluster<Shape::kCluster>(done);

@@ -32,6 +32,12 @@ struct PipelineState {
       phase ^= 1;
     }
   }
+  // The same `count` times.
+  CUKIT_DEVICE void advance(int count) {
+    const int end = index + count;
+    index = end % Stages;
+    phase ^= end / Stages & 1;
+  }
 };
 
 // One mbarrier per stage: an event that happens once per round. With one stage: a repeated event,

@@ -1,8 +1,8 @@
 // Tile schedulers: the tiles of a result that each block of a persistent grid computes, and their
 // order.
 //
-//   static   block b of g takes tiles b, b + g, ...: every warp computes them, without
-//            communication.
+//   static   block b of g takes tiles b, b + g, ...: every warp computes the
+//            indices itself, without communication.
 //   dynamic  an atomic counter in global memory assigns tiles to free blocks: for tiles of
 //            different cost. One thread of a block draws the tiles, and publishes each with the
 //            first stage that it fills.
@@ -79,8 +79,8 @@ struct StreamKTile {
 // under the static schedule. The concatenated steps of the others are divided into one contiguous
 // share per block: all blocks have the same work to within one step, and at most the first and last
 // piece of a share are not complete tiles. Osama et al., "Stream-K: Work-centric Parallel
-// Decomposition for Dense Matrix-Matrix Multiplication on the GPU". There are at least as many
-// shared steps as blocks, or none, and steps * blocks is below 2^32.
+// Decomposition for Dense Matrix-Matrix Multiplication on the GPU". There are no
+// shared steps, or at least as many as blocks; their number times that of the blocks is below 2^32.
 struct StreamKTiles {
   using Tile = StreamKTile;
   MatrixTiles tiles;

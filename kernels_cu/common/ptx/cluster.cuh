@@ -1,5 +1,5 @@
-// Thread-block clusters (PTX ISA 7.8, sm_90 and up): blocks scheduled together, each able to write
-// the others' shared memory.
+// Thread-block clusters (PTX ISA 7.8, sm_90 and up): blocks that run at the same time and can
+// access each other's shared memory.
 //
 // CUKIT_CLUSTER_SHAPE   qualifier of a kernel; macro CLUSTER is the number of blocks per cluster
 #pragma once
@@ -27,8 +27,8 @@ CUKIT_DEVICE int cluster_rank() {
 #endif
 }
 
-// First half of a barrier over all threads of the cluster; earlier writes, to remote shared memory
-// too, are visible to others after their cluster_wait.
+// First half of a barrier over all threads of the cluster; earlier writes, also those to remote
+// shared memory, are visible to the other threads after their cluster_wait.
 CUKIT_DEVICE void cluster_arrive() {
 #ifdef CUKIT_EMULATE
   emulator::cluster_arrive();
@@ -78,8 +78,8 @@ CUKIT_DEVICE unsigned fetch_add_remote(unsigned* local, int rank, unsigned value
 #endif
 }
 
-// st.async: as store_remote, 16 bytes, asynchronous; they complete at the mbarrier that corresponds
-// to `barrier` in that block. Addresses are 16-byte aligned.
+// st.async: stores 16 bytes asynchronously, to the same place as store_remote; the store completes
+// at the mbarrier that corresponds to `barrier` in that block. `local` is 16-byte aligned.
 CUKIT_DEVICE void store_async_remote(float4* local, int rank, const float4& value,
                                      Mbarrier* barrier) {
 #ifdef CUKIT_EMULATE

@@ -1,10 +1,11 @@
 // griddepcontrol (sm_90): programmatic dependent launch, a kernel that starts while the previous
-// one on its stream still runs (cukit/core/dependent_launch.py). Without such a launch, and on
-// older GPUs, these are no-ops.
+// one on its stream still runs (cukit/core/dependent_launch.py). Without such a launch, on older
+// GPUs and in the emulator, both functions are no-ops.
 //
-// A pointer to what an earlier kernel of such a chain writes must not be __restrict__: that promises
-// that nothing else writes the array while this kernel runs, so the compiler may load it before the
-// wait, and through the non-coherent cache (tests/core/test_dependent_launch.py).
+// A pointer to memory that a kernel still running may write must not be __restrict__. The qualifier
+// promises that nothing else writes the array while this kernel runs, so the compiler may load
+// elements before the wait, and through the non-coherent cache
+// (tests/core/test_dependent_launch.py).
 #pragma once
 
 #include "common/platform.cuh"

@@ -1,16 +1,18 @@
-// mma.sync of other shapes and types: k = 8, tf32, and 8-bit integers and floats (sm_80).
+// mma.sync of the shapes and types that mma.cuh lacks: 16-bit floats with k = 8, tf32, and 8-bit
+// integers and floats (sm_80).
 //
-// Lane l, with g = l / 4 and t = l % 4, holds E = 4 / size elements per register:
-//   A (16 rows)     a0: row g, elements E t ..   a1: row g + 8   a2: elements E (t + 4) ..   a3: both
-//   B (8 columns)   b0: column g, elements E t ..   b1: elements E (t + 4) ..
-//   D (16x8)        d0 d1: row g, columns 2t 2t+1   d2 d3: row g + 8
+// With g = lane / 4 and t = lane % 4, each register of A and B holds E = 4 / (bytes of an element)
+// elements, neighbours along k:
+//   A (16 x k)   a0: row g, k = E t ..   a1: row g + 8   a2: k = E (t + 4) ..   a3: both
+//   B (k x 8)    b0: column g, k = E t ..   b1: k = E (t + 4) ..
+//   D (16 x 8)   d0 d1: row g, columns 2t 2t+1   d2 d3: row g + 8
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// mma.sync.aligned.m16n8k8, float16: d += a * b
+// mma.sync.aligned.m16n8k8, float16: d += a * b. A has only a0 and a1, B only b0.
 CUKIT_DEVICE void mma_16x8x8_f16(float (&d)[4], const unsigned (&a)[2], unsigned b) {
 #ifdef CUKIT_EMULATE
   emulator::mma(emulator::Number::F16, emulator::Number::F16, 8, d, a, &b);
@@ -23,7 +25,7 @@ CUKIT_DEVICE void mma_16x8x8_f16(float (&d)[4], const unsigned (&a)[2], unsigned
 #endif
 }
 
-// mma.sync.aligned.m16n8k8, bfloat16: d += a * b
+// mma.sync.aligned.m16n8k8, bfloat16: d += a * b. A has only a0 and a1, B only b0.
 CUKIT_DEVICE void mma_16x8x8_bf16(float (&d)[4], const unsigned (&a)[2], unsigned b) {
 #ifdef CUKIT_EMULATE
   emulator::mma(emulator::Number::BF16, emulator::Number::BF16, 8, d, a, &b);

@@ -1,7 +1,7 @@
 // cp.async.bulk: TMA copies of bytes and of boxes of a tensor (sm_90).
 //
-// One thread issues a copy. A copy to shared memory completes at an mbarrier, where its bytes were
-// announced; a copy to global memory belongs to the thread's bulk group. Coordinates are elements,
+// One thread issues a copy. A copy to shared memory completes at an mbarrier, which must expect its
+// bytes; a copy to global memory belongs to the thread's bulk group. Coordinates are elements,
 // innermost axis first; the innermost one is at a multiple of 16 bytes. Elements outside the tensor
 // read as zero and are not written.
 #pragma once
@@ -17,8 +17,8 @@ struct alignas(64) TensorMap {
   unsigned long long opaque[16];
 };
 
-// fence.proxy.async: makes writes to shared memory by this thread, or synchronised with it, visible
-// to TMA and wgmma.
+// fence.proxy.async: makes writes to shared memory by this thread, or by threads synchronised with
+// it, visible to TMA and wgmma.
 CUKIT_DEVICE void fence_proxy_async() {
 #ifdef CUKIT_EMULATE
   emulator::fence_proxy_async();
@@ -49,8 +49,8 @@ CUKIT_DEVICE void tma_load_2d(void* shared, const TensorMap* map, Mbarrier* barr
 #endif
 }
 
-// The same, multicast to every block of the cluster whose bit is set, at the corresponding address;
-// it completes at each block's corresponding barrier.
+// The same, multicast to every block of the cluster whose bit is set in `blocks`, at the
+// corresponding address; completes at the corresponding mbarrier of each of these blocks.
 CUKIT_DEVICE void tma_load_2d_multicast(void* shared, const TensorMap* map, Mbarrier* barrier,
                                         int x, int y, unsigned short blocks) {
 #ifdef CUKIT_EMULATE
@@ -80,7 +80,7 @@ CUKIT_DEVICE void tma_load_3d(void* shared, const TensorMap* map, Mbarrier* barr
 #endif
 }
 
-// The same to every block of the cluster whose bit is set, as tma_load_2d_multicast.
+// tma_load_3d, multicast as in tma_load_2d_multicast.
 CUKIT_DEVICE void tma_load_3d_multicast(void* shared, const TensorMap* map, Mbarrier* barrier,
                                         int x, int y, int z, unsigned short blocks) {
 #ifdef CUKIT_EMULATE
@@ -186,7 +186,7 @@ CUKIT_DEVICE void bulk_load_policy(void* shared, const void* global, unsigned by
 #endif
 }
 
-// cp.async.bulk from shared memory.
+// cp.async.bulk from shared memory: addresses and `bytes` are multiples of 16.
 CUKIT_DEVICE void bulk_store(void* global, const void* shared, unsigned bytes) {
 #ifdef CUKIT_EMULATE
   emulator::bulk_store(global, shared_address(shared), bytes);
@@ -210,7 +210,8 @@ CUKIT_DEVICE void bulk_add(float* global, const void* shared, unsigned bytes) {
 #endif
 }
 
-// cp.async.bulk.commit_group: commits this thread's copies from shared memory as a group.
+// cp.async.bulk.commit_group: commits this thread's copies from shared memory since the last
+// commit as a group.
 CUKIT_DEVICE void bulk_commit() {
 #ifdef CUKIT_EMULATE
   emulator::bulk_commit();
@@ -229,8 +230,8 @@ CUKIT_DEVICE void bulk_wait() {
 #endif
 }
 
-// fence.proxy.async.global: orders accesses to global memory by this thread, or synchronised with
-// it, and those of the copies that it issues.
+// fence.proxy.async.global: orders accesses to global memory by this thread, or by threads
+// synchronised with it, and the accesses of the copies that this thread issues.
 CUKIT_DEVICE void fence_proxy_async_global() {
 #ifndef CUKIT_EMULATE
   asm volatile("fence.proxy.async.global;\n" ::: "memory");

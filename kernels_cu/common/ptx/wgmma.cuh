@@ -4,14 +4,14 @@
 // shared memory or registers. A matrix descriptor defines the layout in shared memory:
 //   K-major    eight rows (of a, or columns of b), each as long as the swizzle, are contiguous;
 //              groups of eight are `stride` bytes apart.
-//   MN-major   (transposed) eight steps of k, each as long as the swizzle, are contiguous; groups of
-//              eight are `stride` bytes apart, further rows (columns) `leading`.
+//   MN-major   (transposed) eight steps of k, each as long as the swizzle, are contiguous; groups
+//              of eight are `stride` bytes apart, further rows (columns) `leading`.
 // Without a swizzle the 8 x 16 byte core matrices are contiguous; `leading` is their distance along
 // k and `stride` that along rows (columns), K-major or MN-major.
 //
 // Accumulators: warp w of the group has rows 16 w .. 16 w + 15; d[i] of lane l is row
-// l / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (l % 4) + i % 2. A from registers: as
-// mma.sync's.
+// l / 4 + 8 * (i / 2 % 2), column 8 * (i / 4) + 2 * (l % 4) + i % 2. Operand a in registers has the
+// layout of operand A of mma.sync.
 //
 // Call wgmma_fence before the first product of a group, wgmma_commit after the last, and wgmma_wait
 // before the accumulators are read or the operands overwritten.
@@ -26,8 +26,8 @@ namespace cukit {
 // The swizzle pattern of 16-byte chunks; the same as the tensor map's.
 enum class OperandSwizzle : unsigned long long { None = 0, Bytes128 = 1, Bytes64 = 2, Bytes32 = 3 };
 
-// A matrix descriptor. Swizzled tiles are aligned to eight rows of the swizzle; steps along k advance
-// `shared` within the first row.
+// A matrix descriptor. Swizzled tiles are aligned to eight times the swizzle; for K-major operands,
+// steps along k advance `shared` within the first row.
 CUKIT_DEVICE unsigned long long matrix_descriptor(const void* shared, OperandSwizzle swizzle,
                                                   unsigned leading_bytes, unsigned stride_bytes) {
   return static_cast<unsigned long long>((shared_address(shared) & 0x3ffff) >> 4) |
@@ -36,7 +36,8 @@ CUKIT_DEVICE unsigned long long matrix_descriptor(const void* shared, OperandSwi
          static_cast<unsigned long long>(swizzle) << 62;
 }
 
-// wgmma.fence: orders accesses to the accumulators before the products that follow.
+// wgmma.fence: orders earlier accesses to the accumulators, and to operand a in registers, before
+// the products that follow.
 CUKIT_DEVICE void wgmma_fence() {
 #ifdef CUKIT_EMULATE
   emulator::wgmma_fence();
@@ -146,8 +147,8 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
 #define CUKIT_OUT120(c) CUKIT_OUT112(c), CUKIT_OUT(c, 112)
 #define CUKIT_OUT128(c) CUKIT_OUT120(c), CUKIT_OUT(c, 120)
 
-// For each number of columns: row(columns, registers, numbers of the seven operands that follow
-// them).
+// For each number of columns: row(types, columns, accumulator registers, numbers of the seven asm
+// operands that follow the accumulators).
 #define CUKIT_WGMMA_COLUMNS(row, types) \
   row(types, 16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14") \
   row(types, 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22") \
@@ -167,7 +168,7 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
   row(types, 256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
 // The instruction `name` with the operand numbers of accumulators, a, b, accumulate flag and
-// immediates (signs, then transpositions; integers have none).
+// immediates (signs, then transpositions for 16-bit operands; integers have none).
 #define CUKIT_WGMMA(name, registers, a_operand, b_operand, flag, immediates, out, ...)          \
   asm volatile(                                                                                 \
       "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, " flag ", 0;\n"                       \
@@ -176,7 +177,7 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
       : out                                                                                     \
       : __VA_ARGS__)
 
-// 16-bit operands, both from shared memory, and operand a from registers.
+// 16-bit operands: both from shared memory, or a from registers.
 #define CUKIT_WGMMA_SHARED(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
   if constexpr (N == columns) {                                                                    \
     CUKIT_WGMMA("m64n" #columns "k16" types, CUKIT_D##count, p0, p1, p2, ", 1, 1, " p3 ", " p4,    \
@@ -190,7 +191,7 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)),          \
                 "n"(int(TransposedB)));                                                            \
   }
-// 8-bit operands, which are always K-major.
+// FP8 operands, which are always K-major.
 #define CUKIT_WGMMA_SHARED_BYTES(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
   if constexpr (N == columns) {                                                                    \
     CUKIT_WGMMA("m64n" #columns "k32" types, CUKIT_D##count, p0, p1, p2, ", 1, 1",                 \
@@ -202,7 +203,7 @@ constexpr emulator::Number kNumber = kIsHalf<T> ? emulator::Number::F16 : emulat
                 "{" p0 ", " p1 ", " p2 ", " p3 "}", p4, p5, ", 1, 1", CUKIT_OUT##count("+f"),      \
                 "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));         \
   }
-// The same for integers, which have no sign immediates.
+// 8-bit integers, from shared memory: without sign immediates.
 #define CUKIT_WGMMA_SHARED_INTEGERS(types, columns, count, p0, p1, p2, p3, p4, p5, p6) \
   if constexpr (N == columns) {                                                                    \
     CUKIT_WGMMA("m64n" #columns "k32" types, CUKIT_D##count, p0, p1, p2, "",                       \

@@ -1,13 +1,14 @@
-// The extremes of a block of values, its scale and zero point.
+// The extremes of a block of values, its scale and zero point. M is the largest code (kMaxCode):
 //
-//   symmetric      scale = max|x| / most                  code = round(x / scale)
-//   zero points    scale = (max(x, 0) - min(x, 0)) / (2 most + 1)
-//                  zero point = round(-min(x, 0) / scale) - most - 1
+//   symmetric      scale = max|x| / M                     code = round(x / scale)
+//   zero points    scale = (max(x, 0) - min(x, 0)) / (2 M + 1)
+//                  zero point = round(-min(x, 0) / scale) - M - 1
 //                  code = round(x / scale + zero point)
 //
-// Every operation rounds as in the reference, so that scales and codes agree bit for bit: no
-// division per element, no fused multiply-add. A scale below the normal floats becomes 1, as for a
-// block of zeros. A NaN or infinity in a block makes its scale NaN.
+// Scales and codes are computed with the operations of the reference, so that they agree bit for
+// bit: values are multiplied by 1 / scale instead of divided, without fused multiply-add. A scale
+// below the smallest normal float32 becomes 1, as for a block of zeros. A NaN or infinity in a
+// block makes its scale NaN.
 //
 // Macros: those of common/quant/codes.cuh and common/types.cuh; SCALE float32|float16|bfloat16;
 //   ZERO_POINTS 0|1; POWER_OF_TWO 0|1: scales are rounded up to a power of two.

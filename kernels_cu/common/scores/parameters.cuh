@@ -1,6 +1,7 @@
 // Structs that all kernels with attention scores take by value.
 //
-// cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
+// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts
+// agree.
 #pragma once
 
 #include "common/platform.cuh"
@@ -17,10 +18,10 @@ struct ScoreSettings {
   long long bias_batch, bias_head, bias_row, bias_column;
   long long mask_batch, mask_head, mask_row, mask_column;
   int window_left, window_right;
-  int alibi_batch;  // stride of the slopes
-  int total_q;      // VARLEN: rows of q
-  float cap_inner;  // 2 log2(e) scale / c
-  float cap_outer;  // log2(e) c
+  int alibi_batch;  // stride of the slopes between batches
+  int total_q;      // VARLEN: rows of all sequences of q
+  float cap_inner;  // 2 log2(e) scale / softcap
+  float cap_outer;  // log2(e) softcap
 };
 
 CUKIT_DEVICE long long offset_of(const HeadStrides& strides, int b, int row, int head) {

@@ -13,9 +13,9 @@
 // Everything here is a function of one score, its row and its column, whatever the kernel's layout.
 // An option whose macro is 0 costs nothing.
 //
-// Units: where kScoresModified, score() takes the bare product q k and returns the score times
-// log2(e). Otherwise the softmax takes the products unscaled and scales them in the exponential.
-// exponent_factor() returns the factor that remains.
+// Units: where kScoresModified, score() takes the unscaled product q k and returns the score times
+// log2(e). Otherwise score() returns the product unchanged, and the softmax scales it in the
+// exponential. exponent_factor() returns the factor that the softmax applies.
 //
 // Macros, 0 where a kernel does not define them: CAUSAL, WINDOW, SOFTCAP, ALIBI, MASK, SINKS,
 //   VARLEN 0|1; BIAS 0|1 elements as q|2 float32. VALUE_DIM, VALUE_PADDED: of v and out; as
@@ -110,8 +110,8 @@ CUKIT_DEVICE long long row_statistics(int b, int head, int heads, const Sequence
 
 // ---- Masks ----
 
-// Tiles begin .. end - 1 have a visible pair, MASK aside; in tiles unmasked_begin .. unmasked_end -
-// 1, if any, all pairs are visible.
+// Tiles begin .. end - 1 have a visible pair, MASK aside. All pairs are visible in tiles
+// unmasked_begin .. unmasked_end - 1, if any.
 struct TileRange {
   int begin, end, unmasked_begin, unmasked_end;
 
@@ -124,7 +124,7 @@ struct Span {
   int begin, end;
 };
 
-// The keys visible to a query by length, CAUSAL and WINDOW.
+// The keys visible to a query by length, CAUSAL and WINDOW. `begin` and `end` may be negative.
 CUKIT_DEVICE Span visible_keys(int row, int causal_offset, int seq_kv,
                                const ScoreSettings& settings) {
   Span seen{0, seq_kv};
@@ -250,7 +250,7 @@ struct HeadScores {
 
 // Initial maximum and sum of a row, in the units of the scores: those of the sink, which is
 // processed as the first key; `unit` is the weight of the maximum. A quad of lanes shares a row;
-// one of them, `counts`, adds the sink to its sum.
+// the lane with `counts` adds the sink to its sum.
 CUKIT_DEVICE void start_row(float& maximum, float& sum, const ScoreArrays& arrays, int head,
                             float scale_log2, bool counts, float unit = 1.0f) {
   maximum = -infinity();

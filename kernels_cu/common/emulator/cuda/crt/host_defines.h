@@ -1,10 +1,10 @@
-// Replaces the header of CUDA's compiler package, which the runtime's headers include: definitions
-// of its qualifiers for a host C++ compiler.
+// Replaces crt/host_defines.h of CUDA's compiler package, which the runtime's headers include:
+// defines CUDA's qualifiers for a host C++ compiler.
 #pragma once
 
 #define __host__
 #define __device__
-#define __global__ __attribute__((noinline))  // keeps its frame in reports and debuggers
+#define __global__ __attribute__((noinline))  // the kernel has a frame in reports and debuggers
 #define __forceinline__ inline
 #define __align__(n) __attribute__((aligned(n)))
 #define __builtin_align__(n) __align__(n)
