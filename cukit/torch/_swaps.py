@@ -95,9 +95,9 @@ def _with_forward(name: str, kind: str, module: nn.Module, forward: Callable[...
 # --- Projections of attention ---------------------------------------------------------------------
 
 _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_ATTENTION_ARGUMENTS = (
-    "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs",
-)  # fmt: skip
+_ATTENTION_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask")
+CACHE_ARGUMENTS = ("cache", "past_key_values")
+"""Names of the KV cache in transformers: from 5.24 on, and before."""
 _ATTENTION_NAMES = frozenset({
     *_ATTENTION_PARTS, "shape", "head_dim", "view", "transpose", "apply_rotary_pos_emb", "update",
     "layer_idx", "Callable", "ALL_ATTENTION_FUNCTIONS", "get_interface", "config",
@@ -106,37 +106,76 @@ _ATTENTION_NAMES = frozenset({
 })  # fmt: skip
 """Names that the forward of Llama's attention uses. A forward that uses others has options, such as
 a window, on which the sample may not depend."""
+_ATTENTION_OPTIONS = ("is_causal", "sliding_window", "softcap", "s_aux", "position_bias")
+"""Keywords of attention_forward that _RotatedAttention does not have."""
+
+
+def _rotated_projection(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads_q: int) -> Any:
+    """(q, k, v): views of the product of x [batch, seq_len, k] and weight [heads * head_dim, k]; q
+    and k are rotated."""
+    head_dim = 2 * cos.shape[-1]
+    heads = weight.shape[0] // head_dim
+    heads_k = (heads - heads_q) // 2
+    qkv = torch.ops.cukit.linear_rope(x, weight, cos, sin, heads_q + heads_k)
+    split = heads_q, heads_k, heads_k
+    return qkv.view(*x.shape[:-1], heads, head_dim).split(split, dim=2)
+
+
+def _projection_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Any, Any]:
+    """Gradients of x and weight from that of the product, [..., heads, head_dim], before rope."""
+    grad = grad.view(-1, weight.shape[0])
+    needs_x, needs_weight = ctx.needs_input_grad[:2]
+    grad_x = (grad @ weight).view(x.shape) if needs_x else None
+    return grad_x, grad.T @ x.reshape(-1, x.shape[-1]) if needs_weight else None
+
+
+class _RotatedAttention(torch.autograd.Function):
+    """(x, weight, tables, ...) -> attention of its rotated projections, [batch, seq_len, heads_q,
+    head_dim]. The kernels of the attention's backward turn the gradients of q and k back and write
+    all three side by side, as the backward of the projection reads them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads_q: int, causal: bool,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        q, k, v = _rotated_projection(x, weight, cos, sin, heads_q)
+        out, lse = torch.ops.cukit.flash_attention(q, k, v, causal=causal, scale=scale)
+        ctx.save_for_backward(x, weight, cos, sin, q, k, v, out, lse)
+        ctx.options = causal, scale, torch.are_deterministic_algorithms_enabled()
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        x, weight, cos, sin, *attention = ctx.saved_tensors
+        grad = torch.ops.cukit.flash_attention_qkv_backward(
+            grad_out, *attention, cos, sin, *ctx.options
+        )
+        return (*_projection_gradients(ctx, grad, x, weight), None, None, None, None, None)
 
 
 class _RotatedProjection(torch.autograd.Function):
-    """(x [batch, seq_len, k], weight [heads * head_dim, k], tables) -> (q, k, v), views of one
-    product, q and k rotated. The backward writes the three gradients into one array."""
+    """The same without attention, for other implementations of it: (x, weight, tables) -> (q, k,
+    v). The backward writes the three gradients into one array."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads_q: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(x, weight, cos, sin)
-        head_dim = 2 * cos.shape[-1]
-        heads = weight.shape[0] // head_dim
-        heads_k = (heads - heads_q) // 2
-        qkv = torch.ops.cukit.linear_rope(x, weight, cos, sin, heads_q + heads_k)
-        q, k, v = qkv.view(*x.shape[:-1], heads, head_dim).split((heads_q, heads_k, heads_k), dim=2)
+        q, k, v = _rotated_projection(x, weight, cos, sin, heads_q)
         return q, k, v
 
     @staticmethod
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:
         x, weight, cos, sin = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
         positions = None
         if cos.shape[0] > x.shape[1]:
             positions = torch.arange(cos.shape[0], dtype=torch.int32, device=cos.device)
             positions = positions.view(x.shape[:-1])
         grad = torch.ops.cukit.rope_qkv_backward(grad_q, grad_k, grad_v, cos, sin, positions)
-        grad = grad.view(-1, weight.shape[0])
-        grad_x = (grad @ weight).view(x.shape) if needs_x else None
-        grad_weight = grad.T @ x.reshape(-1, x.shape[-1]) if needs_weight else None
-        return grad_x, grad_weight, None, None, None
+        return (*_projection_gradients(ctx, grad, x, weight), None, None, None)
 
 
 def _attention_layer(module: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
@@ -153,7 +192,9 @@ def _attention_layer(module: nn.Module) -> tuple[Callable[..., Any], Callable[..
         return None  # also if there is a bias
     original, head_dim = layer.forward, getattr(layer, "head_dim", None)
     own = inspect.unwrap(type(layer).forward)
-    if tuple(inspect.signature(own).parameters)[1:] != _ATTENTION_ARGUMENTS:
+    arguments = tuple(inspect.signature(own).parameters)[1:]
+    cache_argument = next((name for name in CACHE_ARGUMENTS if name in arguments), "")
+    if arguments != (*_ATTENTION_ARGUMENTS, cache_argument, "kwargs"):
         return None
     if head_dim is None or not set(own.__code__.co_names) <= _ATTENTION_NAMES:
         return None
@@ -166,18 +207,26 @@ def _attention_layer(module: nn.Module) -> tuple[Callable[..., Any], Callable[..
         hidden_states: Tensor,
         position_embeddings: Any = None,
         attention_mask: Any = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
+        named = [kwargs.pop(name, None) for name in CACHE_ARGUMENTS]
+        cache = next((each for each in (cache, *named) if each is not None), None)
         cos, sin = (None, None) if position_embeddings is None else position_embeddings
-        if past_key_values is not None or cos is None or cos.shape[-1] != head_dim:
+        if cache is not None or cos is None or cos.shape[-1] != head_dim:
+            kwargs[cache_argument] = cache
             return original(
                 hidden_states, position_embeddings=position_embeddings,
-                attention_mask=attention_mask, past_key_values=past_key_values, **kwargs,
+                attention_mask=attention_mask, **kwargs,
             )  # fmt: skip
         weight = torch.cat([functional.autocast(each.weight) for each in layers])
         x = functional.autocast(hidden_states)
-        q, k, v = _RotatedProjection.apply(x, weight, *_rope_tables(cos, sin), heads_q)
+        given = x, weight, *_rope_tables(cos, sin), heads_q
+        if attention_mask is None and _attends_plainly(layer, kwargs):
+            causal = bool(getattr(layer, "is_causal", True))
+            out = _RotatedAttention.apply(*given, causal, layer.scaling)
+            return layer.o_proj(out.reshape(*x.shape[:-1], -1)), None
+        q, k, v = _RotatedProjection.apply(*given)
         attend = file.ALL_ATTENTION_FUNCTIONS.get_interface(
             layer.config._attn_implementation, file.eager_attention_forward
         )
@@ -193,6 +242,15 @@ def _attention_layer(module: nn.Module) -> tuple[Callable[..., Any], Callable[..
         return (original if few else projected)(hidden_states, *args, **kwargs)
 
     return forward, projected
+
+
+def _attends_plainly(layer: Any, options: dict[str, Any]) -> bool:
+    """Whether attention_forward would pass only causality and scale to flash_attention."""
+    if layer.config._attn_implementation != _ATTENTION:
+        return False
+    dropout = layer.attention_dropout if layer.training else 0.0
+    given = any(options.get(name) is not None for name in _ATTENTION_OPTIONS)
+    return not dropout and not given and getattr(layer, "sliding_window", None) is None
 
 
 # --- Norms ----------------------------------------------------------------------------------------

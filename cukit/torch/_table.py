@@ -201,6 +201,24 @@ def _attend_backward(
     return gradients if len(gradients) == 4 else (*gradients, _nothing(q))
 
 
+def _qkv_backward(
+    grad_out: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, cos: Array, sin: Array,
+    **options: Any,
+) -> Array:  # fmt: skip
+    """Gradients of q, k and v before rope in one array, [batch, seq_len, heads, head_dim]."""
+    batch, seq_len, heads_q, head_dim = q.shape
+    keys, values = heads_q, heads_q + k.shape[2]
+    grad = namespace(q).empty((batch, seq_len, values + v.shape[2], head_dim), q.dtype)
+    if len(cos) > seq_len:
+        cos, sin = (each.reshape(batch, seq_len, -1) for each in (cos, sin))
+    cukit.flash_attention_backward(
+        grad_out, q, k, v, out, lse, rope=(cos, sin),
+        gradients=(grad[:, :, :keys], grad[:, :, keys:values], grad[:, :, values:]),
+        **options,
+    )  # fmt: skip
+    return grad
+
+
 def _attended(q: Tensor, v: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     *batch, rows, heads, _dim = q.shape
     return _like(q, (*q.shape[:-1], v.shape[-1])), _like(q, (*batch, heads, rows), _statistic(q))
@@ -223,6 +241,16 @@ ATTENTION = (
             _like(q), _like(k), _like(v), _like(q, (0,)) if sinks is None else _like(sinks),
         ),
         strided=("grad_out", "q", "k", "v", "out", "bias", "mask"),
+    ),
+    Operator(
+        "flash_attention_qkv_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out,"
+        " Tensor lse, Tensor cos, Tensor sin, bool causal=False, float? scale=None,"
+        " bool deterministic=False) -> Tensor grad_qkv",
+        _qkv_backward,
+        lambda q, k, v, **_: _like(
+            q, (*q.shape[:2], q.shape[2] + k.shape[2] + v.shape[2], q.shape[3])
+        ),
+        strided=("grad_out", "q", "k", "v", "out"),
     ),
 )  # fmt: skip
 

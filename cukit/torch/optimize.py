@@ -17,7 +17,7 @@ from cukit.core.device import gpu_available
 from cukit.core.scalars import check_flag, check_integer, check_number
 from cukit.errors import ConfigError
 from cukit.fusion.report import TOLERANCES, WHOLE_TOLERANCE, call_arguments, table, time_cell
-from cukit.torch._swaps import KINDS, Swap, find_swaps
+from cukit.torch._swaps import CACHE_ARGUMENTS, KINDS, Swap, find_swaps
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def _is_on_gpu(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments without a KV cache, which would grow with every call."""
-    return {name: None if name == "past_key_values" else value for name, value in kwargs.items()}
+    return {name: None if name in CACHE_ARGUMENTS else value for name, value in kwargs.items()}
 
 
 def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float, float]:

@@ -16,6 +16,9 @@ from torch import Tensor
 from cukit.errors import ConfigError, MissingDependencyError
 from cukit.torch import functional
 
+_OLDEST = (5, 4)
+"""The first version of transformers whose mask functions take what `attention_mask` takes."""
+
 
 def register_attention(name: str = "cukit", *, plain_batches: bool = False) -> str:
     """Registers cukit's attention with transformers under `name`.
@@ -34,18 +37,25 @@ def register_attention(name: str = "cukit", *, plain_batches: bool = False) -> s
         `name`.
 
     Raises:
-        MissingDependencyError: transformers (4.56 or newer) is not installed.
+        MissingDependencyError: transformers is not installed, or older than 5.4.
     """
     try:
+        import transformers
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError as error:
-        raise MissingDependencyError(
-            "register_attention needs transformers 4.56 or newer: pip install 'transformers>=4.56'"
-        ) from error
+        raise MissingDependencyError(_needed("it is not installed")) from error
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < _OLDEST:
+        raise MissingDependencyError(_needed(f"{transformers.__version__} is installed"))
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, _no_mask if plain_batches else attention_mask)
     return name
+
+
+def _needed(found: str) -> str:
+    return (
+        f"register_attention needs transformers 5.4 or newer, {found}: pip install -U transformers"
+    )
 
 
 def attention_forward(

@@ -1,4 +1,5 @@
-"""Groups for `tests.sanitize`: rows from one column to more than a cluster can keep."""
+"""Groups for `tests.sanitize`: rows from one column to more than the
+shared memory of a cluster holds."""
 
 from __future__ import annotations
 

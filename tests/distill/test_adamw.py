@@ -81,7 +81,7 @@ def test_grad_scale_scales_the_gradient(device, rng, on_device):
     assert to_host(placed_grad).tobytes() == grad.tobytes()
 
 
-def test_new_gradient_arrays_are_noticed(device, rng):
+def test_new_gradient_arrays_in_the_same_list_are_used(device, rng):
     """The table of addresses is cached by the arrays, not by the list."""
     (param,) = to_device(device, np.zeros(64, np.float32))
     state = AdamWState.for_params([param])

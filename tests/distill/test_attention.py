@@ -38,7 +38,7 @@ def models_of(rng, dtype="float64", width=8, seq=7):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_it_equals_attention_and_its_divergence(rng, temperature):
+def test_equals_attention_and_its_divergence(rng, temperature):
     q_t, k_t, v_t, q_s, k_s, v_s = models_of(rng)
     options = {"causal": True, "temperature": temperature, "head_map": (1, 0, 0, 1)}
     result = distillation_attention(q_t, k_t, v_t, q_s, k_s, v_s, **options)
@@ -53,7 +53,7 @@ def test_it_equals_attention_and_its_divergence(rng, temperature):
     np.testing.assert_allclose(without.loss, loss, rtol=1e-12)
 
 
-def test_its_gradients_are_the_derivatives(rng):
+def test_gradients_are_the_derivatives(rng):
     arrays = models_of(rng)
     q_t, k_t, v_t, *student = arrays
     options = {"causal": True, "temperature": 1.5, "scale_by_temperature_squared": True}
@@ -272,7 +272,7 @@ def test_one_pass_is_bitwise_reproducible(device, rng):
 
 
 @pytest.mark.parametrize("relation_heads", [None, 1, 4])
-def test_relations_are_the_attention_of_an_array_with_itself(rng, relation_heads):
+def test_relations_equal_the_attention_of_an_array_to_itself(rng, relation_heads):
     x_t, x_s = rng.standard_normal((2, 6, 2, 12)), rng.standard_normal((2, 6, 2, 8))
 
     def loss_of(x):
@@ -349,7 +349,7 @@ def test_a_term_returns_the_derivatives_of_its_loss(rng, what):
     assert (values[0] - values[1]) / (2 * step) * 0.5 == pytest.approx(slope, rel=1e-5)
 
 
-def test_impossible_terms_are_rejected():
+def test_invalid_terms_are_rejected():
     teacher = replace(SMALL, **TEACHER)
     for layers in ({}, {0: 1}, {5: 1}, {1: 9}):
         with pytest.raises(ConfigError, match="layer_map"):

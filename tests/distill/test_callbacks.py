@@ -69,17 +69,17 @@ def test_all_processes_stop_at_the_same_step() -> None:
         ours = trainer(comm=comm)
         stop = SimpleNamespace(requested=False)
 
-        def ask(trainer: Trainer, statistics: Any) -> None:
+        def request_stop(trainer: Trainer, statistics: Any) -> None:
             stop.requested = comm.rank == 1 and statistics.step == 3
 
         with pytest.raises(KeyboardInterrupt):
-            ours.fit(9, [ask, stop_on_request(stop)])  # type: ignore[arg-type]
+            ours.fit(9, [request_stop, stop_on_request(stop)])  # type: ignore[arg-type]
         return ours.step
 
     assert run_ranks(2, work) == [3, 3]
 
 
-def test_every_is_a_number_of_steps() -> None:
+def test_every_must_be_at_least_one_step() -> None:
     for make in (lambda: Progress(5, every=0), lambda: Checkpoints(Path(), every=0)):
         with pytest.raises(ConfigError, match="every: expected 1 or more, got 0"):
             make()

@@ -62,7 +62,7 @@ def test_every_element_of_the_gradient(device, rng, shape, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_loss_alone_is_the_same(device, rng, shape):
+def test_the_loss_without_its_gradient_is_the_same(device, rng, shape):
     logits = random(rng, shape, "bfloat16", scale=3)
     placed = to_device(device, logits, targets_for(rng, shape, "int32"))
     alone = to_host(cross_entropy(*placed, reduction="none"))
@@ -83,7 +83,7 @@ def test_gradient_by_finite_differences(rng, reduction):
     assert_gradient(loss, gradient, logits, rng)
 
 
-def test_the_reference_is_the_textbook_formula(rng):
+def test_the_reference_equals_the_textbook_formula(rng):
     logits, targets = rng.standard_normal((6, 11)), targets_for(rng, (6, 11), ignored=False)
     q = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     expected = -np.log(q[np.arange(6), targets])
@@ -239,7 +239,7 @@ GOOD = {"logits": np.ones((2, 4), np.float32), "targets": np.array([0, 1])}
     [
         ({"logits": np.ones((2, 4), np.int32)}, ArrayDtypeError, "logits must be float32"),
         ({"logits": np.ones((4, 2), np.float32).T}, ArrayLayoutError, "logits must be C-contig"),
-        ({"targets": np.array([0])}, ArrayShapeError, r"targets must have shape \(2\)"),
+        ({"targets": np.array([0])}, ArrayShapeError, r"targets must have shape \(2,\)"),
         ({"targets": np.array([0.0, 1.0])}, ArrayDtypeError, "targets must be int32, int64"),
         ({"targets": np.array([0, 4])}, ArrayError, r"targets must be in 0\.\.3 .*got 4"),
         ({"reduction": "average"}, ConfigError, "reduction must be one of"),

@@ -54,7 +54,7 @@ def test_copies_of_a_file_count_once(tmp_path: Path) -> None:
     assert corpus.num_train_files + corpus.num_validation_files == 3
 
 
-def test_a_single_file_is_cut(tmp_path: Path) -> None:
+def test_a_single_file_is_split(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_bytes(b"a" * 900 + b"b" * 100)
     corpus = read_corpus([tmp_path / "book.txt"])
     assert bytes(corpus.train) == b"a" * 900
@@ -102,7 +102,7 @@ def test_binary_and_hidden_files_are_skipped(tmp_path: Path) -> None:
     assert len(corpus.train) + len(corpus.validation) == len("a text")
 
 
-def test_bad_text_is_named(tmp_path: Path) -> None:
+def test_errors_name_the_invalid_path(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"a\0b")
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "hollow").mkdir()
@@ -112,14 +112,14 @@ def test_bad_text_is_named(tmp_path: Path) -> None:
         ("binary", "not a text file"),
         ("empty", "is empty"),
         ("absent", "no such file"),
-        ("hollow", "empty folder"),
+        ("hollow", "contains no files"),
         ("hollow2", "no text found"),
     ):
         with pytest.raises(DataError, match=f"{name}: .*{message}"):
             read_corpus([tmp_path / name])
 
 
-def test_unreadable_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "locked.txt"
     file.write_text("text")
 
@@ -131,7 +131,7 @@ def test_unreadable_text_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         read_corpus([file])
 
 
-@pytest.mark.skipif(os.name == "nt", reason="symbolic links need rights on Windows")
+@pytest.mark.skipif(os.name == "nt", reason="symbolic links need privileges on Windows")
 def test_circular_symbolic_links_terminate(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text")
     (tmp_path / "loop").symlink_to(tmp_path)

@@ -54,7 +54,7 @@ def textbook(student, teacher, divergence, beta, temperature=1.0, dtype=np.float
 
 @pytest.mark.parametrize(("divergence", "beta"), CASES)
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_the_reference_is_the_textbook_formula(rng, divergence, beta, temperature):
+def test_the_reference_equals_the_textbook_formula(rng, divergence, beta, temperature):
     student, teacher = 3 * rng.standard_normal((6, 40)), 3 * rng.standard_normal((6, 40))
     options = {"divergence": divergence, "beta": beta, "temperature": temperature}
     rows = distillation_loss(student, teacher, reduction="none", **options)
@@ -133,7 +133,7 @@ def test_every_element_of_the_gradient(device, rng, vocab_size, dtype, divergenc
 @pytest.mark.parametrize("vocab_size", [100, 10000])
 @pytest.mark.parametrize(("divergence", "beta"), CASES)
 @pytest.mark.parametrize("distance", [1e-1, 1e-2, 1.4e-3])
-def test_is_accurate_near_convergence(device, rng, vocab_size, divergence, beta, distance):
+def test_accurate_near_convergence(device, rng, vocab_size, divergence, beta, distance):
     """The usual sums have no correct digit at a divergence of 1e-6. The remaining error is the
     rounding of the logits' differences, relative to their size."""
     student = random(rng, (2, vocab_size), "float32", scale=2)
@@ -149,7 +149,7 @@ def test_is_accurate_near_convergence(device, rng, vocab_size, divergence, beta,
 
 
 @pytest.mark.parametrize(("divergence", "beta"), CASES)
-def test_is_never_negative_and_zero_for_equals(device, rng, divergence, beta):
+def test_never_negative_and_zero_for_equal_logits(device, rng, divergence, beta):
     student = random(rng, (16, 1001), "bfloat16", scale=4)
     nearly = student.copy()
     nearly[:, ::7] = np.nextafter(nearly[:, ::7], np.array(9, student.dtype))
@@ -194,7 +194,7 @@ def test_columns_masked_in_one(device, divergence, beta):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_cross_entropy_in_the_mix(device, rng, reduction, divergence):
+def test_equals_the_weighted_sum_with_cross_entropy(device, rng, reduction, divergence):
     """One launch gives the results of two."""
     student, teacher = random(rng, (6, 50), "float32"), random(rng, (6, 50), "float32")
     targets = np.array([0, 5, IGNORE, 49, 7, 7])

@@ -82,12 +82,25 @@ def test_the_teacher_does_not_change(rng: np.random.Generator) -> None:
     assert np.array_equal(teacher.parameters.flat, before)
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(rng: np.random.Generator) -> None:
+def test_a_student_equal_to_its_teacher_has_no_loss_or_gradient(rng: np.random.Generator) -> None:
     student, teacher = small_model(), small_model()
     objective = Distiller(student, teacher, alpha=1.0, temperature=2.0)
     statistics, gradients = statistics_of(objective, small_tokens(rng), small_tokens(rng))
     assert 0 <= float(statistics["soft"]) < 1e-15
     assert np.abs(gradients[0].flat).max() < 1e-12
+
+
+def test_terms_of_one_kind_have_separate_statistics(rng: np.random.Generator) -> None:
+    student, teacher = small_model(), small_model(seed=1, **TEACHER)
+    tokens, targets = small_tokens(rng), small_tokens(rng)
+    first, second = (
+        HiddenStateTerm({layer: layer}, student.config, teacher.config) for layer in (1, 2)
+    )
+    both, _ = statistics_of(Distiller(student, teacher, terms=[first, second]), tokens, targets)
+    for name, term in (("hidden states", first), ("hidden states 2", second)):
+        alone, _ = statistics_of(Distiller(student, teacher, terms=[term]), tokens, targets)
+        assert float(both[name]) == float(alone["hidden states"])
+    assert float(both["hidden states"]) != float(both["hidden states 2"])
 
 
 def test_schedules_are_read_at_the_step(rng: np.random.Generator) -> None:
@@ -125,7 +138,7 @@ def text_of_words() -> np.ndarray[Any, Any]:
     return np.frombuffer(b"".join(words[i] for i in rng.integers(0, 5, 4000)), np.uint8)
 
 
-def train(objective: Objective, steps: int, device: str) -> list[float]:
+def train(objective: Objective, steps: int) -> list[float]:
     xp = objective.model.xp
     windows = Windows(text_of_words(), batch=3, seq_len=32, seed=0, xp=xp)
     trainer = Trainer(objective, windows, lr=1e-2)
@@ -143,13 +156,13 @@ def test_a_short_distillation_learns(device: str) -> None:
         return TransformerConfig(256, hidden, layers, 2, 1, 16, 2 * hidden, 32, dtype=dtype)
 
     teacher = Transformer.initialise(config(48, 2), seed=0, xp=xp)
-    losses = train(LanguageModelling(teacher), 40, device)
+    losses = train(LanguageModelling(teacher), 40)
     assert losses[-1] < 0.6 * losses[0]
 
     student = Transformer.initialise(config(32, 1), seed=1, xp=xp)
     batches = list(validation_batches(text_of_words(), batch=8, seq_len=32, max_windows=16, xp=xp))
     before = evaluate(student, batches, teacher)
-    losses = train(Distiller(student, teacher, alpha=0.9), 40, device)
+    losses = train(Distiller(student, teacher, alpha=0.9), 40)
     after = evaluate(student, batches, teacher)
     assert losses[-1] < 0.6 * losses[0]
     assert after.bits_per_byte < 0.7 * before.bits_per_byte

@@ -79,7 +79,7 @@ def test_every_element_of_the_gradient(device, rng, shape, dtype, distance):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_loss_alone_is_the_same(device, rng, shape):
+def test_the_loss_without_its_gradient_is_the_same(device, rng, shape):
     placed = to_device(device, random(rng, shape, "bfloat16"), random(rng, shape, "bfloat16"))
     alone = to_host(kl_divergence(*placed, reduction="none"))
     with_grad = to_host(kl_divergence(*placed, reduction="none", return_grad=True)[0])
@@ -108,7 +108,7 @@ def test_gradient_by_finite_differences(rng, temperature, squared, reduction):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_the_reference_is_the_textbook_formula(rng, temperature):
+def test_the_reference_equals_the_textbook_formula(rng, temperature):
     student, teacher = 3 * rng.standard_normal((6, 40)), 3 * rng.standard_normal((6, 40))
     rows = reference.kl_divergence(student, teacher, temperature=temperature, reduction="none")
     np.testing.assert_allclose(rows, textbook(student, teacher, temperature), rtol=1e-11)
@@ -123,7 +123,7 @@ def test_the_reference_is_the_textbook_formula(rng, temperature):
     ("distance", "rtol"), [(1e-1, 1e-5), (1e-2, 1e-5), (1.4e-3, 1e-5), (1e-4, 1e-3)]
 )
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_is_accurate_near_convergence(device, rng, vocab_size, distance, rtol, temperature):
+def test_accurate_near_convergence(device, rng, vocab_size, distance, rtol, temperature):
     """1e-5 relative at a divergence of 1e-6, where the usual sum has no correct digit. The
     remaining error is half the square of the error in the masses' ratio, about 1e-13.
     """
@@ -151,7 +151,7 @@ def test_a_common_offset_costs_no_accuracy(device, rng, dtype):
     np.testing.assert_allclose(to_host(got), exact, rtol=1e-5)
 
 
-def test_is_never_negative_and_zero_for_equals(device, rng):
+def test_never_negative_and_zero_for_equal_logits(device, rng):
     student = random(rng, (64, 2000), "bfloat16", scale=4)
     nearly = student.copy()
     nearly[:, ::7] = np.nextafter(nearly[:, ::7], np.array(9, student.dtype))
@@ -291,7 +291,7 @@ def test_every_split_of_a_row_agrees(rng, split_as, cluster, cached, threads, di
 @pytest.mark.parametrize("cluster", [1, 4])
 @pytest.mark.parametrize("cached", [0, 1, 16])
 @pytest.mark.parametrize("distance", [0.01, 1.0])
-def test_rows_of_which_a_part_is_kept(device, rng, split_as, vocab_size, cluster, cached, distance):
+def test_partly_kept_rows(device, rng, split_as, vocab_size, cluster, cached, distance):
     """Blocks without vectors; threads that keep none, some or all; elements outside vectors."""
     if device == "gpu" and cluster > 1 and current_device().compute_capability < (9, 0):
         pytest.skip("clusters came with sm_90")
@@ -338,7 +338,7 @@ GOOD = {
             "teacher_logits must have the dtype",
         ),
         ({"teacher_logits": np.ones((4, 2), np.float32).T}, ArrayLayoutError, "teacher_logits"),
-        ({"targets": np.array([0])}, ArrayShapeError, r"targets must have shape \(2\)"),
+        ({"targets": np.array([0])}, ArrayShapeError, r"targets must have shape \(2,\)"),
         ({"temperature": 0}, ConfigError, "temperature must be a finite number above 0"),
         ({"temperature": float("nan")}, ConfigError, "temperature must be a finite number"),
         ({"reduction": "batchmean"}, ConfigError, "reduction must be one of"),

@@ -11,7 +11,7 @@ from tests.contract import to_device, to_host
 from tests.distill.test_linear_distillation_loss import head
 
 
-def test_is_the_forward_kl(device, rng):
+def test_equals_the_forward_kl(device, rng):
     *placed, targets = to_device(device, *head(rng, "float32"))
     options = {"targets": targets, "hard_weight": 0.5, "temperature": 2.0}
     general = linear_distillation_loss(*placed, divergence="forward_kl", **options)

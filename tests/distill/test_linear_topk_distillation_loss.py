@@ -18,7 +18,7 @@ TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["renormalise", "bucket", "sampled"])
 @pytest.mark.parametrize("chunk_tokens", [None, 32])
-def test_is_the_loss_on_logits(device, rng, dtype, kind, chunk_tokens):
+def test_equals_the_loss_on_logits(device, rng, dtype, kind, chunk_tokens):
     hidden, weight = random(rng, (TOKENS, HIDDEN), dtype), random(rng, (VOCAB, HIDDEN), dtype, 0.3)
     log_probs, ids = distill.teacher_top_k(random(rng, (TOKENS, VOCAB), "float32", 2), KNOWN)
     options = {"temperature": 2.0}

@@ -177,7 +177,7 @@ def test_on_logits(device, kind, chosen):
 @FEW
 @pytest.mark.parametrize(("kind", "chosen"), sampled_options(40))
 @pytest.mark.parametrize("chunk_tokens", [4])
-def test_fused_is_unfused(device, kind, chosen, chunk_tokens):
+def test_fused_equals_unfused(device, kind, chosen, chunk_tokens):
     """Compared with the loss on the head's logits, and its gradient through them."""
     problem = Problem(kind, chosen)
     poison_pool(device)
@@ -219,7 +219,7 @@ def test_gradients_through_scale_and_cap(rng, kind, transform):
 @emulated(lambda kind, reduction: (KINDS.index(kind) + REDUCTIONS.index(reduction)) % 6 == 0)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", ["mean", "tokens"])
-def test_micro_batches_are_one_batch(device, kind, reduction):
+def test_micro_batches_equal_one_batch(device, kind, reduction):
     """The normalizer is the count, or the weight, of the whole batch."""
     chosen = {name: values[-1] for name, values in CHOICES.items()}
     chosen |= {"reduction": reduction, "normalizer": None, "upstream": False}
@@ -279,7 +279,7 @@ def test_padded_vocabularies_of_two_sizes(device, rng):
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("scale", [0.3, 3.0, 40.0])
-def test_a_softcap_keeps_its_precision(device, rng, mixed, scale):
+def test_softcap_is_accurate_near_and_beyond_the_cap(device, rng, mixed, scale):
     """Logits far below the cap, and far beyond it."""
     student = random(rng, (4, 300), "float32", scale=scale)
     teacher = random(rng, (4, 300), "float32", scale=scale)
@@ -327,7 +327,7 @@ def test_a_bias_is_rounded_with_the_product(device, rng, dtype):
 
 @pytest.mark.parametrize("tokens", [100, 4096, 8192])
 @pytest.mark.parametrize("vocab_size", [32768, 128256, 256000])
-def test_a_workspace_is_kept(tokens, vocab_size):
+def test_chunks_fit_the_workspace_limit(tokens, vocab_size):
     hidden, weight = (np.broadcast_to(np.float32(0), (rows, 64)) for rows in (tokens, vocab_size))
     for limit in (1 << 30, 1 << 28, 2 * 4 * vocab_size):
         config = HeadOptions(workspace_bytes=limit).plan("op", Head(hidden, weight, None), 2)

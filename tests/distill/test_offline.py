@@ -50,7 +50,7 @@ def trainer(objective: Any, batches: Any, **options: Any) -> Trainer:
     return Trainer(objective, batches, lr=1e-2, accumulate=2, **options)
 
 
-def test_all_tokens_on_disk_are_the_teacher_itself(tmp_path: Path) -> None:
+def test_a_recording_of_all_tokens_equals_the_teacher(tmp_path: Path) -> None:
     teacher = record(tmp_path)
     options: dict[str, Any] = {"alpha": 0.7, "temperature": 2.0}
     online = trainer(Distiller(small_model(), teacher, **options), windows())
@@ -81,7 +81,7 @@ def test_batches_are_ordered_and_repeatable_from_any_step(tmp_path: Path, prefet
             assert signals.log_probs.dtype == np.float32
 
 
-def test_a_killed_recording_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_recording_resumes(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     record(whole, k=5)
 
@@ -180,7 +180,7 @@ def test_workers_split_the_signals(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+def test_errors_name_the_mismatch(tmp_path: Path) -> None:
     folder = tmp_path / "signals"
     with pytest.raises(DataError, match=r"index\.json: no such file"):
         OfflineBatches(folder)

@@ -38,7 +38,7 @@ def textbook(student, ids, weights, log_probs, temperature):
 
 @pytest.mark.parametrize(("shape", "count"), CASES[:2])
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_the_reference_is_the_textbook_formula(rng, shape, count, temperature):
+def test_the_reference_equals_the_textbook_formula(rng, shape, count, temperature):
     student = 2 * rng.standard_normal(shape)
     ids, weights = samples(rng, shape, count)
     log_probs = rng.standard_normal(ids.shape).astype(np.float32)

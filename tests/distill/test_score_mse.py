@@ -22,7 +22,7 @@ def models_of(rng, lengths, dtype="float64"):
     )
 
 
-def plainly(q_t, k_t, q_s, k_s, heads, causal, weights):
+def expected_loss(q_t, k_t, q_s, k_s, heads, causal, weights):
     """The loss, computed from both score matrices."""
 
     def scores(q, k):
@@ -51,10 +51,10 @@ def test_values_and_gradients(device, rng, monkeypatch, lengths, causal, chunk):
     loss, *gradients = attention_score_mse(
         *placed, row_weights=weights_on, return_grad=True, grad_loss=0.5, **options
     )
-    assert float(loss) == pytest.approx(plainly(*arrays, heads, causal, weights), rel=1e-10)
+    assert float(loss) == pytest.approx(expected_loss(*arrays, heads, causal, weights), rel=1e-10)
     directions, step = [rng.standard_normal(x.shape) for x in arrays[2:]], 1e-5
     ends = [
-        plainly(
+        expected_loss(
             *arrays[:2],
             *(x + sign * step * d for x, d in zip(arrays[2:], directions, strict=True)),
             heads, causal, weights,
@@ -66,14 +66,16 @@ def test_values_and_gradients(device, rng, monkeypatch, lengths, causal, chunk):
 
 
 @CPU_AND_GPU
-def test_float32_and_sixteen_bits(device, rng):
+def test_float32_and_16_bit_dtypes(device, rng):
     arrays = models_of(rng, (300, 310), "float32")
-    exact = plainly(*(x.astype(float) for x in arrays), (0, 0, 1, 1), True, np.ones((2, 300)))
+    exact = expected_loss(*(x.astype(float) for x in arrays), (0, 0, 1, 1), True, np.ones((2, 300)))
     got = attention_score_mse(*to_device(device, *arrays), causal=True)
     assert got.dtype == np.float32
     assert float(got) == pytest.approx(exact, rel=1e-5)
     rounded = tuple(x.astype(np.float16) for x in arrays)
-    exact = plainly(*(x.astype(float) for x in rounded), (0, 0, 1, 1), False, np.ones((2, 300)))
+    exact = expected_loss(
+        *(x.astype(float) for x in rounded), (0, 0, 1, 1), False, np.ones((2, 300))
+    )
     loss, grad_q, grad_k = attention_score_mse(*to_device(device, *rounded), return_grad=True)
     assert float(loss) == pytest.approx(exact, rel=1e-5)
     assert grad_q.dtype == grad_k.dtype == np.float16

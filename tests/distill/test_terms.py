@@ -28,7 +28,7 @@ def test_loss_is_the_mean_squared_error_of_the_projection(rng: np.random.Generat
     assert float(loss) == pytest.approx(expected, rel=1e-12)
 
 
-def test_gradients_scale_with_weight_and_skip_rows_that_do_not_count(
+def test_gradients_scale_with_weight_and_skip_ignored_rows(
     rng: np.random.Generator,
 ) -> None:
     student, teacher = small_model(), small_model(seed=1, **TEACHER)
@@ -92,12 +92,12 @@ def test_cosine_ignores_lengths(rng: np.random.Generator) -> None:
         HiddenStateTerm({1: 1}, student.config, teacher.config, error="l1")
 
 
-def test_map_spreads_over_the_depth() -> None:
+def test_layer_map_is_spread_over_the_depth() -> None:
     assert evenly_spaced_map(2, 4) == {1: 2, 2: 4}
     assert evenly_spaced_map(3, 3) == {1: 1, 2: 2, 3: 3}
 
 
 @pytest.mark.parametrize("layers", [{}, {5: 1}, {1: 9}, {-1: 0}])
-def test_impossible_maps_are_rejected(layers: dict[int, int]) -> None:
+def test_invalid_layer_maps_are_rejected(layers: dict[int, int]) -> None:
     with pytest.raises(ConfigError, match="layer_map"):
         HiddenStateTerm(layers, SMALL, replace(SMALL, **TEACHER))

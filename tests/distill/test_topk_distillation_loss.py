@@ -43,7 +43,7 @@ def textbook(student, log_probs, ids, tail, temperature=1.0):
 
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
-def test_the_reference_is_the_textbook_formula(rng, tail, temperature):
+def test_the_reference_equals_the_textbook_formula(rng, tail, temperature):
     student, log_probs, ids = signal(rng, (6, 40), 9, temperature=temperature)
     student = student.astype(np.float64)
     options = {"tail": tail, "temperature": temperature}
@@ -97,7 +97,7 @@ def test_matches_reference(device, rng, shape, known, dtype, tail):
 
 @pytest.mark.parametrize("shape", [(4, 33), (3, 1001)])
 @pytest.mark.parametrize("tail", TAILS)
-def test_all_tokens_known_is_the_forward_kl(device, rng, shape, tail):
+def test_equals_the_forward_kl_if_all_tokens_are_known(device, rng, shape, tail):
     student, teacher = random(rng, shape, "float32"), random(rng, shape, "float32")
     log_probs, ids = teacher_top_k(teacher, shape[1])
     placed = to_device(device, student, log_probs, ids)
@@ -108,7 +108,7 @@ def test_all_tokens_known_is_the_forward_kl(device, rng, shape, tail):
 
 
 @pytest.mark.parametrize("tail", TAILS)
-def test_is_never_negative(device, rng, tail):
+def test_never_negative(device, rng, tail):
     student = random(rng, (32, 500), "bfloat16", scale=4)
     log_probs, ids = teacher_top_k(student, 20)
     placed = to_device(device, student, log_probs, ids)

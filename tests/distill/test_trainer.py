@@ -17,6 +17,7 @@ from cukit.distill.training.terms import HiddenStateTerm
 from cukit.distill.training.trainer import Trainer
 from cukit.errors import ConfigError, DataError
 from cukit.models import Transformer, TransformerConfig, load_model
+from tests.contract import array_module
 from tests.models.small import CPU_AND_GPU
 
 TEXT = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint8)
@@ -31,13 +32,9 @@ def config(device: str = "cpu", **changes: Any) -> TransformerConfig:
     return TransformerConfig(**sizes | changes)
 
 
-def namespace_of(device: str) -> Any:
-    return pytest.importorskip("cupy") if device == "gpu" else np
-
-
 def make_trainer(device: str = "cpu", *, batch: int = 3, distilled: bool = False,
                  **options: Any) -> Trainer:  # fmt: skip
-    xp = namespace_of(device)
+    xp = array_module(device)
     student = Transformer.initialise(config(device), seed=1, xp=xp)
     objective: Objective = LanguageModelling(student)
     if distilled:
@@ -55,9 +52,9 @@ def bits(trainer: Trainer) -> dict[str, bytes]:
 @CPU_AND_GPU
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(device: str, tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.safetensors"
-    unbroken = make_trainer(device, distilled=True, accumulate=2)
+    uninterrupted = make_trainer(device, distilled=True, accumulate=2)
     for _ in range(7):
-        unbroken.train_step()
+        uninterrupted.train_step()
 
     first = make_trainer(device, distilled=True, accumulate=2)
     for _ in range(4):
@@ -69,7 +66,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(device: str, tmp_
     assert bits(second) == bits(first)
     for _ in range(3):
         second.train_step()
-    assert bits(second) == bits(unbroken)
+    assert bits(second) == bits(uninterrupted)
 
 
 def test_state_covers_parameters_moments_and_terms() -> None:
@@ -81,7 +78,7 @@ def test_state_covers_parameters_moments_and_terms() -> None:
     assert sum("exp_avg_sq" in name for name in names) == 3  # two groups, and the projection
 
 
-def test_a_checkpoint_is_a_model_too(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_loaded_as_a_model(tmp_path: Path) -> None:
     trainer = make_trainer()
     trainer.train_step()
     save_checkpoint(tmp_path / "c.safetensors", trainer)
@@ -90,7 +87,7 @@ def test_a_checkpoint_is_a_model_too(tmp_path: Path) -> None:
     assert model.parameters.flat.tobytes() == expected.tobytes()
 
 
-def test_foreign_checkpoints_change_nothing(tmp_path: Path) -> None:
+def test_invalid_checkpoints_change_nothing(tmp_path: Path) -> None:
     trainer = make_trainer()
     before = bits(trainer)
     path = tmp_path / "c.safetensors"
@@ -121,7 +118,7 @@ class FixedWindows(Windows):
         return np.ascontiguousarray(tokens[rows]), np.ascontiguousarray(targets[rows])
 
 
-def test_accumulation_is_a_larger_batch() -> None:
+def test_accumulation_equals_a_larger_batch() -> None:
     results = []
     for batch, accumulate in ((4, 1), (2, 2)):
         model = Transformer.initialise(config(dtype="float64"), seed=1)
@@ -139,16 +136,16 @@ def test_accumulation_is_a_larger_batch() -> None:
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:
-    """Adam cancels the scale of the first gradient, but not the ratio of later ones to it."""
-    updates = []
+    """The first moments show the norm: Adam's first update does not depend on it."""
+    norms = []
     for limit in (1e9, 1e-3):
         trainer = make_trainer(max_grad_norm=limit, weight_decay=0.0, lr=1e-3)
         norm = trainer.train_step().read()["gradient norm"]
         moments = trainer.state()["optimizer.0.exp_avg"].astype(np.float64)
         others = trainer.state()["optimizer.1.exp_avg"].astype(np.float64)
-        updates.append(np.sqrt((moments**2).sum() + (others**2).sum()) / 0.1)
-    assert updates[0] == pytest.approx(norm, rel=1e-4)
-    assert updates[1] == pytest.approx(1e-3, rel=1e-3)
+        norms.append(np.sqrt((moments**2).sum() + (others**2).sum()) / 0.1)
+    assert norms[0] == pytest.approx(norm, rel=1e-4)
+    assert norms[1] == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_only_matrices_decay() -> None:
@@ -162,7 +159,7 @@ def test_only_matrices_decay() -> None:
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 0}, {"max_grad_norm": 0.0}, {"workers": 9}])
-def test_bad_options_are_named(options: dict[str, Any]) -> None:
+def test_errors_name_the_option(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         make_trainer(**options)
 

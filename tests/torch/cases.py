@@ -18,9 +18,9 @@ VOCAB, ROWS = 40, 6
 
 @dataclass(frozen=True)
 class Case:
-    """operator: the name in the table. inputs: shapes of the differentiable inputs. constants:
-    shapes of the others, or functions that create them. call: takes both. dtypes: those of the
-    kernel."""
+    """operator: its name in cukit/torch/_table.py. call: takes the inputs, then the constants.
+    inputs: shapes of the differentiable inputs. constants: shapes of the others, or functions that
+    create them. dtypes: those of the kernel."""
 
     operator: str
     call: Callable[..., Any]

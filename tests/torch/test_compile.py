@@ -86,7 +86,7 @@ def test_inductor_on_the_cpu() -> None:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_teacher_that_requires_grad_is_refused_when_compiling_too() -> None:
+def test_a_teacher_that_requires_grad_is_rejected_when_compiling() -> None:
     logits = torch.randn(3, 8, requires_grad=True)
     for function in (ckt.kl_divergence, torch.compile(ckt.kl_divergence, backend="eager")):
         with pytest.raises((ConfigError, RuntimeError), match="teacher_logits requires grad"):
@@ -187,7 +187,7 @@ def test_results_live_in_torchs_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_an_op_waits_for_nothing() -> None:
+def test_ops_do_not_synchronise() -> None:
     q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True)
     ckt.flash_attention(q, q, q, causal=True).sum().backward()
     torch.cuda.synchronize()

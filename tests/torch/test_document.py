@@ -20,7 +20,7 @@ def test_the_first_example_runs() -> None:
     exec(compile(code[1], "docs/torch.md", "exec"), {})
 
 
-def test_every_example_names_what_exists() -> None:
+def test_names_in_examples_exist() -> None:
     names = set(re.findall(r"\bckt\.(\w+)", PAGE))
     assert names <= set(ckt.__all__), names - set(ckt.__all__)
 

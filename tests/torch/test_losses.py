@@ -56,7 +56,7 @@ def arrays(loss) -> tuple[list[np.ndarray], np.ndarray]:
 
 
 @by_name
-def test_the_arguments_are_those_of_the_arrays(loss) -> None:
+def test_arguments_equal_those_of_the_array_function(loss) -> None:
     own = inspect.signature(getattr(ckt, loss.name)).parameters
     theirs = inspect.signature(loss.function).parameters
     assert list(own) == [name for name in theirs if name not in NOT_OPTIONS]
@@ -100,7 +100,7 @@ def test_every_option_is_passed_on(loss) -> None:
 
 
 @by_name
-def test_a_teacher_that_requires_grad_is_refused(loss) -> None:
+def test_a_teacher_that_requires_grad_is_rejected(loss) -> None:
     made, _ = arrays(loss)
     names = list(inspect.signature(loss.function).parameters)
     function = getattr(ckt, loss.name)
@@ -141,7 +141,7 @@ def test_a_normalizer_may_be_a_tensor_on_the_device() -> None:
     )
 
 
-def test_errors() -> None:
+def test_errors_name_the_argument() -> None:
     logits = torch.randn(2, 5)
     with pytest.raises(TypeError, match="cross_entropy: no argument 'label_smoothing'; expected"):
         ckt.cross_entropy(logits, torch.zeros(2, dtype=torch.long), label_smoothing=0.1)
@@ -151,7 +151,7 @@ def test_errors() -> None:
         ckt.kl_divergence(logits, logits, temperature=0.0)
 
 
-def test_the_same_loss_as_torchs() -> None:
+def test_cross_entropy_equals_that_of_torch() -> None:
     logits, targets = torch.randn(6, 11, requires_grad=True), torch.tensor([0, 3, -100, 1, 10, 2])
     want = torch.nn.functional.cross_entropy(logits, targets)
     got = ckt.cross_entropy(logits, targets)

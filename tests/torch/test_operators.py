@@ -28,12 +28,6 @@ TOLERANCE = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 6e-2}
 EMULATED = ("rms_norm", "add_rms_norm", "silu_and_mul", "rope", "kl_divergence", "flash_attention")
 
 
-@pytest.fixture
-def place(device: str) -> str:
-    """The device of a test's tensors; the emulator uses CPU tensors."""
-    return "cuda" if device == "gpu" else "cpu"
-
-
 @contextmanager
 def on_the_references() -> Iterator[None]:
     """The oracle runs in float64 on NumPy, in a test with any backend."""
@@ -177,6 +171,34 @@ def test_gradients_of_a_projection_take_any_layout(layout: str, device: str, pla
         torch.library.opcheck(operator.default, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.parametrize("own_tables", [False, True])
+def test_gradients_of_attention_side_by_side(own_tables: bool, device: str, place: str) -> None:
+    """As those of separate operators; tables shared by both sequences, or for each."""
+    exact = device == "cpu"  # the reference
+    dtype, tolerance = (torch.float32, 1e-6) if exact else (torch.bfloat16, 2e-2)
+    torch.manual_seed(0)
+    operators = torch.ops.cukit
+    heads, seq_len = (4, 2, 2), 9
+    qkv = torch.randn(2, seq_len, sum(heads), 64).to(place, dtype).split(heads, dim=2)
+    angles = torch.rand(2 * seq_len if own_tables else seq_len, 32).to(place)
+    tables = angles.cos(), angles.sin()
+    positions = None
+    if own_tables:
+        positions = torch.arange(2 * seq_len, dtype=torch.int32, device=place).view(2, seq_len)
+    out, lse = operators.flash_attention(*qkv, causal=True)
+    given = torch.randn_like(out), *qkv, out, lse
+    separate = operators.flash_attention_backward(
+        given[0], out, lse, *qkv, causal=True, deterministic=True
+    )
+    want = operators.rope_qkv_backward(*separate[:3], *tables, positions)
+    got = operators.flash_attention_qkv_backward(*given, *tables, True, None, True)
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    torch.library.opcheck(
+        operators.flash_attention_qkv_backward.default, (*given, *tables, True, None, True),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+
 def test_results_share_no_memory_with_inputs() -> None:
     x = torch.zeros(3, 8)
     gate = ckt.gelu(x)
@@ -296,7 +318,7 @@ def test_inputs_without_gradient_are_rejected() -> None:
 
 
 def test_errors_name_the_argument() -> None:
-    with pytest.raises(ArrayError, match=r"rms_norm: weight must have shape \(8\), got \(4,\)"):
+    with pytest.raises(ArrayError, match=r"rms_norm: weight must have shape \(8,\), got \(4,\)"):
         ckt.rms_norm(torch.zeros(2, 8), torch.ones(4))
     with pytest.raises(ArrayError, match=r"rms_norm: x must be .*got torch\.complex64"):
         ckt.rms_norm(torch.zeros(2, 8, dtype=torch.complex64), torch.ones(8))

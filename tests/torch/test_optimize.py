@@ -32,7 +32,7 @@ class Block(nn.Module):
         return x + self.mlp(self.rms(self.norm(x)))
 
 
-def test_says_what_it_would_do_without_a_gpu() -> None:
+def test_reports_possible_swaps_without_a_gpu() -> None:
     model, x = Block(), torch.randn(4, 32)
     result = ckt.optimize(model, x)
     outcomes = {row.name: row.outcome for row in result.report}
@@ -78,7 +78,7 @@ def test_a_swap_of_a_swapped_model_is_restored_to_the_first() -> None:
     assert "forward" not in model.norm.__dict__
 
 
-def test_is_off_by_one_argument() -> None:
+def test_use_cuda_kernels_false_swaps_nothing() -> None:
     model = Block()
     result = ckt.optimize(model, torch.randn(4, 32), use_cuda_kernels=False, dry_run=False)
     assert result.report == []
@@ -97,7 +97,7 @@ class OddRMSNorm(nn.Module):
         return x / x.abs().mean(-1, keepdim=True) * self.weight
 
 
-def test_what_differs_is_kept() -> None:
+def test_modules_with_other_results_are_kept() -> None:
     model = nn.Sequential(OddRMSNorm(), nn.Linear(32, 8))
     (row,) = ckt.optimize(model, torch.randn(4, 32), dry_run=False).report
     assert row.outcome.startswith("kept: error above")
@@ -105,23 +105,25 @@ def test_what_differs_is_kept() -> None:
     assert "forward" not in model[0].__dict__
 
 
-def test_another_structure_of_outputs_is_kept() -> None:
-    class PairRMSNorm(nn.RMSNorm):
-        def forward(self, x):
-            return (super().forward(x),)
+class TupleRMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return (super().forward(x),)
 
-    (row,) = ckt.optimize(PairRMSNorm(32, eps=1e-6), torch.randn(4, 32), dry_run=False).report
+
+class ComplexRMSNorm(nn.RMSNorm):
+    def forward(self, x):
+        return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+
+
+@pytest.mark.parametrize("module", [TupleRMSNorm, ComplexRMSNorm])
+def test_modules_with_another_structure_of_outputs_are_kept(module: type[nn.RMSNorm]) -> None:
+    model = nn.Sequential(module(32, eps=1e-6))
+    (row,) = ckt.optimize(model, torch.randn(4, 32), dry_run=False).report
     assert row.outcome.startswith("kept: error above")
     assert row.error == math.inf
 
 
-def test_what_fails_is_kept_with_its_reason() -> None:
-    class DoubledRMSNorm(nn.RMSNorm):
-        def forward(self, x):
-            return torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
-
-    (row,) = ckt.optimize(nn.Sequential(DoubledRMSNorm(32, eps=1e-6)), torch.randn(4, 32)).report
-    assert row.outcome.startswith("kept: error above")
+def test_modules_whose_replacement_fails_are_kept_with_the_reason() -> None:
     model = nn.Sequential(nn.RMSNorm(32, eps=-1.0, elementwise_affine=True))
     (row,) = ckt.optimize(model, 2 + torch.rand(4, 32)).report
     assert row.outcome == "kept: rms_norm: eps must be a finite number of 0 or more, got -1.0"
@@ -142,7 +144,7 @@ def test_an_error_in_the_model_restores_everything() -> None:
     assert model.training
 
 
-def test_bad_options() -> None:
+def test_errors_name_the_option() -> None:
     model, x = Block(), torch.randn(4, 32)
     with pytest.raises(ConfigError, match=r"kinds must be among attention, .*, got 'norms'"):
         ckt.optimize(model, x, kinds=["norms"])
@@ -163,7 +165,8 @@ def test_models_of_transformers(family: str) -> None:
         want = model(tokens).logits
     with ckt.optimize(model, {"input_ids": tokens}, dry_run=False) as result:
         kinds = {row.kind for row in result.report if row.outcome == "swapped"}
-        # Gemma 3 norms before it adds, and like Qwen 3 has norms of queries and keys.
+        # Gemma 3 normalises before the residual addition; Gemma 3 and Qwen 3 also normalise
+        # queries and keys.
         own = {"llama": {"residual", "projection"}, "qwen3": {"residual"}}.get(family, set())
         assert kinds == {"attention", "rope", "norm", "mlp"} | own
         assert not [row for row in result.report if row.outcome != "swapped"]
@@ -177,7 +180,7 @@ def test_models_of_transformers(family: str) -> None:
         assert torch.equal(model.generate(tokens, max_new_tokens=4, do_sample=False), cached)
 
 
-def test_a_file_of_transformers_is_restored_with_its_last_model() -> None:
+def test_a_modelling_file_is_restored_with_the_last_model_that_uses_it() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.models.llama import modeling_llama
 
@@ -193,7 +196,8 @@ def test_a_file_of_transformers_is_restored_with_its_last_model() -> None:
 
 
 def test_a_projection_is_verified_with_few_tokens_too(monkeypatch) -> None:
-    """With few tokens the swapped layer calls the original, which proves nothing."""
+    """With few tokens the swapped layer calls the original, so the replacement is called
+    directly."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     tokens = torch.ones(1, 4, dtype=torch.long)
     linear_rope = torch.ops.cukit.linear_rope
@@ -203,13 +207,14 @@ def test_a_projection_is_verified_with_few_tokens_too(monkeypatch) -> None:
     assert all(row.outcome.startswith("kept: error above") for row in report)
 
 
-def test_a_projection_rotates_halves() -> None:
-    """Helium's attention is Llama's, but its rotary function rotates adjacent elements."""
+def test_only_attention_that_rotates_halves_has_a_fused_projection() -> None:
+    """Helium's attention is Llama's, but its rotary function rotates adjacent elements. The rotary
+    function is that of the file that defines the forward."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     class OtherFile(LlamaAttention):
-        """In this file there is neither a rotary function nor attention."""
+        """Inherits its forward; this file has neither a rotary function nor attention."""
 
     tokens = torch.ones(1, 4, dtype=torch.long)
     options = {"kinds": ["projection"], "dry_run": False}
@@ -419,7 +424,7 @@ def test_layers_that_only_look_like_llamas_are_kept() -> None:
     options = {"kinds": ["residual"], "dry_run": False}
     with ckt.optimize(nn.Sequential(Scaled()), x, **options) as result:
         assert result.report == []
-    # Its attention has no argument `hidden_states`.
+    # The attention of LikeLlama has no argument `hidden_states`.
     with ckt.optimize(nn.Sequential(LikeLlama()), x, **options) as result:
         (row,) = result.report
         assert row.outcome.startswith("kept: ")

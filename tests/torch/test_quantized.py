@@ -18,11 +18,6 @@ from cukit.errors import ConfigError  # noqa: E402
 ERROR = {8: 0.02, 4: 0.15}
 
 
-@pytest.fixture
-def place(device: str) -> str:
-    return "cuda" if device == "gpu" else "cpu"
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("group_size", [None, 64])
 def test_is_near_the_linear_layer(bits: int, group_size, device: str, place: str) -> None:
@@ -52,7 +47,7 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(quantized, (x,), fast_mode=True)
 
 
-def test_state_and_moves() -> None:
+def test_state_dict_dtype_and_compilation() -> None:
     quantized = ckt.QuantizedLinear.from_linear(nn.Linear(64, 32), 8)
     other = ckt.QuantizedLinear.from_linear(nn.Linear(64, 32), 8)
     other.load_state_dict(quantized.state_dict())
@@ -78,7 +73,7 @@ class Shared(nn.Module):
         return self.lm_head(self.again(self.body(x)))
 
 
-def test_replaces_all_but_what_is_excluded() -> None:
+def test_replaces_all_layers_except_excluded_ones() -> None:
     model = ckt.replace_linear_with_quantized(Shared())
     assert isinstance(model.body[0], ckt.QuantizedLinear)
     assert model.again is model.body[0]
@@ -89,7 +84,7 @@ def test_replaces_all_but_what_is_excluded() -> None:
     assert model(torch.randn(3, 32)).shape == (3, 8)
 
 
-def test_bad_options() -> None:
+def test_errors_name_the_option() -> None:
     with pytest.raises(ConfigError, match="bits must be 8 or 4, got 3"):
         ckt.replace_linear_with_quantized(Shared(), bits=3)
     with pytest.raises(ConfigError, match="group_size must be 32, 64, 128 or None, got 48"):

@@ -1,4 +1,4 @@
-"""cukit's attention inside models of transformers."""
+"""Models of the transformers library with cukit's attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is an extra: pip install 'c
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import cukit.torch as ckt  # noqa: E402
-from cukit.errors import ConfigError  # noqa: E402
+from cukit.errors import ConfigError, MissingDependencyError  # noqa: E402
 from cukit.torch.transformers import attention_forward  # noqa: E402
 from tests.torch.small import FAMILIES, small_model  # noqa: E402
 
@@ -31,7 +31,7 @@ def with_attention(model, name: str, *args, **kwargs):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", ["plain", "padded left", "padded right", "packed", "custom mask"])
-def test_the_same_logits(family: str, batch: str) -> None:
+def test_logits_equal_those_of_sdpa(family: str, batch: str) -> None:
     model, tokens = small_model(family).double(), ids()
     options = {}
     visible = torch.ones_like(tokens, dtype=torch.bool)
@@ -54,7 +54,7 @@ def test_the_same_logits(family: str, batch: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_the_same_tokens(family: str, cache: str) -> None:
+def test_generated_tokens_equal_those_of_sdpa(family: str, cache: str) -> None:
     """Generation: prefill, then steps of one query over a growing, sliding or fixed cache."""
     model, tokens = small_model(family), ids(length=7)
     mask = torch.ones_like(tokens)
@@ -79,7 +79,7 @@ def test_a_prompt_in_two_parts() -> None:
     torch.testing.assert_close(rest, whole[:, 8:], rtol=1e-6, atol=1e-6)
 
 
-def test_the_same_gradients() -> None:
+def test_gradients_equal_those_of_sdpa() -> None:
     model, tokens = small_model("gemma3").double().train(), ids()
     gradients = []
     for name in ("sdpa", "cukit"):
@@ -103,13 +103,13 @@ def test_compiles_without_a_graph_break() -> None:
             torch.testing.assert_close(compiled(tokens).logits, want)
 
 
-def test_dropout_is_refused() -> None:
+def test_dropout_is_rejected() -> None:
     q = torch.randn(1, 2, 3, 16)
     with pytest.raises(ConfigError, match=r"no dropout, got 0\.1; set attention_dropout"):
         attention_forward(torch.nn.Identity(), q, q, q, None, dropout=0.1)
 
 
-def test_a_mask_of_numbers_is_added() -> None:
+def test_a_floating_point_mask_is_added() -> None:
     q = torch.randn(1, 2, 3, 16)
     mask = torch.zeros(1, 1, 3, 3).masked_fill(torch.ones(3, 3).triu(1).bool(), -1e9)
     by_mask, _ = attention_forward(torch.nn.Identity(), q, q, q, mask)
@@ -120,7 +120,7 @@ def test_a_mask_of_numbers_is_added() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
-def test_the_same_logits_on_the_gpu(family: str, padded: bool) -> None:
+def test_logits_are_near_those_of_sdpa_on_the_gpu(family: str, padded: bool) -> None:
     """In bfloat16, both compared with float32."""
     model, tokens = small_model(family).cuda(), ids(length=40).cuda()
     visible = torch.ones_like(tokens, dtype=torch.bool)
@@ -134,3 +134,9 @@ def test_the_same_logits_on_the_gpu(family: str, padded: bool) -> None:
         for name in ("sdpa", "cukit")
     }
     assert errors["cukit"] <= 1.5 * errors["sdpa"] + 1e-3 * float(exact.abs().max()), errors
+
+
+def test_an_older_transformers_is_named(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.3.0")
+    with pytest.raises(MissingDependencyError, match=r"5\.4 or newer, 5\.3\.0 is installed"):
+        ckt.register_attention()

@@ -31,7 +31,7 @@ class CrossEntropyConfig:
     transform: bool
     split: VocabularySplit
     phase: int = 0
-    """The phase over sharded rows, see distill/row_shard.cuh; 0: whole rows."""
+    """PHASE of distill/row_shard.cuh: 1 to 3 over sharded rows, 0 over whole rows."""
 
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
@@ -98,8 +98,8 @@ def cross_entropy_specs(
 def prepare_rows(
     logits: Array, targets: Array, grad_loss: Array | None, transform: bool, ignore_index: int
 ) -> Launch:
-    """The launch for rows with any stride, which writes the gradient in place. Arguments are not
-    checked."""
+    """The launch over rows with any row stride; the gradient overwrites the logits. Arguments are
+    not checked."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     options = (logits.shape[-1], logits.strides[0] // logits.itemsize)
     return plan_launch(logits, logits, grad_loss, rows, transform, *options)
@@ -133,6 +133,10 @@ def plan_launch(
     phase: int = 0,
     shard: RowShard | None = None,
 ) -> Launch:
+    """The launch over rows of `columns` columns, with a gradient if `grad` is an array.
+
+    row_stride: of `logits`, in elements. phase, shard: for sharded rows.
+    """
     assert rows.targets is not None
     config = plan_cross_entropy(
         columns,

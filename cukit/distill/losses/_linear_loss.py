@@ -30,7 +30,7 @@ from cukit.gemm import matmul
 from cukit.gemm.dense.cublas import Matrix, gemm
 from cukit.reference.losses import LinearKlResult
 
-_FEWEST_TOKENS = 1024
+_MIN_TOKENS = 1024
 _MAX_TOKENS = 2048
 _GRADIENT_SIZE = 3 << 20  # chunk_tokens x hidden_size: 128 tiles of 128 x 192
 _LOGITS_BYTES = 512 << 20
@@ -71,7 +71,7 @@ def plan_linear_loss(
     row_bytes: bytes of a row of logits. most: maximum tokens per chunk; None: no limit.
     """
     if chunk_tokens is None:
-        preferred = min(max(hidden_size, _FEWEST_TOKENS), _MAX_TOKENS)
+        preferred = min(max(hidden_size, _MIN_TOKENS), _MAX_TOKENS)
         fitting = _LOGITS_BYTES // max(row_bytes, 1) // _TILE_TOKENS * _TILE_TOKENS
         preferred = max(preferred, min(_GRADIENT_SIZE // max(hidden_size, 1), fitting))
         if most is not None and most < preferred:
@@ -331,8 +331,8 @@ class HeadGradients:
     ) -> None:
         """Writes grad_hidden[chunk], the float32 sum over processes, concurrently with later work.
 
-        The buffer of partial sums is free: the previous all-reduce was joined when this chunk's
-        rows were exchanged.
+        The buffer of partial sums is not in use: this chunk's row launches called
+        `communicator.join()`, so this chunk's GEMM runs after the previous chunk's all-reduce.
         """
         partials = self._partials[: chunk.stop - chunk.start]
         _multiply(grad_logits, weight, partials, factor=self._factor)

@@ -79,7 +79,7 @@ class KnownTokens(NamedTuple):
         most = MAX_KNOWN if sampled else min(MAX_KNOWN, vocab_size)
         if not 1 <= tokens.shape[-1] <= most:
             raise ArrayShapeError(
-                f"{op}: {name} must have 1 to {most} tokens a row, got {tokens.shape[-1]}"
+                f"{op}: {name} must have 1 to {most} tokens per row, got {tokens.shape[-1]}"
             )
         dtypes = (float32, float64) if wide else (float32,)
         for each in values:
@@ -192,6 +192,10 @@ def plan_launch(
     columns: int,
     row_stride: int,
 ) -> Launch:
+    """The launch for logits whose first `columns` columns are in use. Arguments are not checked.
+
+    grad: the array that the gradient is written to; None for the loss alone.
+    """
     config = plan_topk_divergence(
         columns,
         student_logits.dtype.name,

@@ -90,7 +90,7 @@ def linear_distillation_loss(
     Returns:
         :class:`LinearKlResult`: `loss`, `soft_loss`, `hard_loss` (float32, 0-d; [rows] for "none"),
         `grad_hidden` like `hidden`, `grad_weight`, and `grad_bias` (float32) where there is a bias.
-        The teacher gets no gradient.
+        No gradient of the teacher is computed.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument; vocabularies of different sizes.
@@ -180,14 +180,15 @@ def _check(
 
 
 def specs_of(device: Device, divergence: str) -> list[KernelSpec]:
-    """Row kernels for every kind of split; they always write the gradient."""
+    """Row kernels with gradient: soft loss only, with cross-entropy, and also with a transform of
+    the logits."""
     kinds = ((True, False, False), (True, True, False), (True, True, True))
     rows = divergence_specs(device, divergence, kinds)
     return [*rows, count_spec("int32"), total_spec()]
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """Row kernels of the JSD, and kernels for vocabularies that are sharded over processes."""
+    """Row kernels of the JSD, and row kernels for vocabularies sharded over processes."""
     sharded = [
         spec
         for phase in (1, 2, 3)

@@ -64,8 +64,9 @@ def topk_distillation_loss(
     Args:
         student_logits: float32|float16|bfloat16 [..., vocab_size], C-contiguous. float64 on the CPU
             only.
-        teacher_log_probs: float32 [..., k], C-contiguous, k up to 1024: of `softmax(teacher / T)`
-            over the whole vocabulary, at the same T. See :func:`teacher_top_k`.
+        teacher_log_probs: float32 [..., k], C-contiguous, k up to 1024: logarithms of
+            `softmax(teacher / T)` over the whole vocabulary, at the same T. See
+            :func:`teacher_top_k`.
         teacher_ids: int32 [..., k]: the ids of these tokens, distinct within a row.
         tail: "renormalise" or "bucket".
         temperature: T, above 0.
@@ -114,8 +115,8 @@ def teacher_top_k(
         temperature: T, above 0.
 
     Returns:
-        `(log_probs, ids)`, float32 and int32 [..., k], likeliest first: of
-        `softmax(teacher_logits / T)` over the whole vocabulary.
+        `(log_probs, ids)`, float32 and int32 [..., k], likeliest first. The log-probabilities are
+        those of `softmax(teacher_logits / T)` over the whole vocabulary.
 
     Raises:
         ArrayError, ConfigError: dtype, shape, k or temperature.

@@ -85,7 +85,7 @@ def clip_scale(norm: Array, max_norm: float) -> Array:
         float32 0-d array in (0, 1], for :func:`adamw`'s `grad_scale`.
 
     Raises:
-        ConfigError: max_norm.
+        ConfigError: max_norm is not above 0.
     """
     if not max_norm > 0:
         raise ConfigError(f"clip_scale: max_norm must be above 0, got {max_norm}")

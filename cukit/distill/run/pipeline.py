@@ -71,14 +71,14 @@ class DistillRun:
         settings: see `DistillSettings`.
         corpus: the text.
         output: the folder that `start_run` prepared, or one with a run to resume.
-        observer: called after every step.
+        observer: receives the events of the run.
         pool: the memory pool on a GPU, one of `cukit.distill.run.memory.POOLS`.
         quantize: formats to evaluate the distilled student's weights in, of
             `_quantized_student.FORMATS`.
 
     Raises:
         ConfigError: `pool`, `quantize`.
-        DataError: either side of the split is too short for one window.
+        DataError: the training or validation text is too short for one window.
     """
 
     def __init__(
@@ -315,7 +315,8 @@ class DistillRun:
 
 
 class _Clock:
-    """Adds training time, without checkpoints, and the tokens it covers to a record."""
+    """Adds training time, without that of saving checkpoints, and the tokens trained in it to a
+    record."""
 
     def __init__(self, trainer: Trainer, record: TrainingRecord) -> None:
         self._trainer, self._record = trainer, record

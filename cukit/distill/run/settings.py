@@ -166,7 +166,8 @@ class DistillSettings:
 
 
 def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    """The option of `cukit distill` for a setting."""
+    return "--tied" if name == "tie_embeddings" else "--" + name.replace("_", "-")
 
 
 DEFAULTS: dict[str, DistillSettings] = {

@@ -34,8 +34,8 @@ def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:
 def restore_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     """Restore `trainer` to the saved state, bit for bit; returns the description.
 
-    Raises DataError if the file is absent, damaged or of another model; the trainer is then
-    unchanged.
+    Raises DataError if the file is absent, damaged or of a model of another shape; the trainer is
+    then unchanged.
     """
     arrays, description = read_arrays(path)
     if description.get("config") != trainer.objective.model.config.to_dict():

@@ -88,8 +88,8 @@ def read_corpus(paths: Sequence[Path] = (), *, packages: bool = False) -> Corpus
     of training text. The validation text stays the same.
 
     Whole files go to training or to validation, by a hash of their content: the split depends only
-    on the text, and duplicates cannot be on both sides. A single file is cut instead: its end is
-    the validation text.
+    on the text, and duplicates cannot be on both sides. A single file is cut instead: its last
+    tenth (2 * VALIDATION_SHARE) is the validation text.
 
     Raises:
         DataError: a path is missing, unreadable or binary, or there is no text at all.
@@ -276,7 +276,7 @@ def _files_of(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
         if path.is_dir():
             found = list(_walk(path))
             if not found:
-                raise DataError(f"{path}: is an empty folder")
+                raise DataError(f"{path}: contains no files, apart from hidden files and links")
             yield from ((file, False) for file in found)
         elif not path.exists():
             raise DataError(f"{path}: no such file or folder")
@@ -287,7 +287,7 @@ def _files_of(paths: Sequence[Path]) -> Iterator[tuple[Path, bool]]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files below `folder`, in sorted order, except hidden ones and installed packages."""
+    """All files below `folder`, in sorted order, without hidden ones, links and skipped folders."""
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:

@@ -49,7 +49,7 @@ class Objective(Protocol):
                 step, over all its batches and processes. A number, or a float32 0-d array on the
                 device.
 
-        Batches with a teacher's signals pass them as `signals`.
+        For batches with a teacher's signals, `Trainer` passes these as another argument, `signals`.
 
         Returns:
             Statistics by name, "loss" first, as float32 0-d arrays on the device. Reading one waits
@@ -108,9 +108,9 @@ class Distiller:
         alpha: weight of the soft loss, 0..1, a number or a schedule over steps.
         temperature: above 0, a number or a schedule over steps.
         divergence: "forward_kl" or another of :func:`distillation_loss`.
-        beta: its parameter, a number or a schedule over steps.
+        beta: the divergence's parameter, a number or a schedule over steps.
         token_weights: a function from tokens and targets, int32 [batch, seq_len], to the weights of
-            the losses at their positions, float32 [batch, seq_len], 0 or more.
+            the losses at these positions, float32 [batch, seq_len], 0 or more.
         vocab_size: number of leading tokens in use; needed if the models' vocabularies are padded
             to different sizes.
         logit_scale, softcap, teacher_logit_scale, teacher_softcap: of both models' logits, as in
@@ -154,6 +154,7 @@ class Distiller:
         }
         LossOptions(divergence, **self._logits).check("Distiller", None)
         self.terms = tuple(terms)
+        self._names = _unique([term.name for term in self.terms])
 
     def trained(self) -> list[Parameters]:
         own = [term.parameters for term in self.terms]
@@ -212,7 +213,7 @@ class Distiller:
         if teacher_activations is not None and self.terms:
             valid = (targets.reshape(-1) != IGNORE_INDEX).astype(np.float32)
             own_gradients = iter(gradients[1:])
-            for term in self.terms:
+            for name, term in zip(self._names, self.terms, strict=True):
                 weight = term.weight(step)
                 value = term(
                     activations,
@@ -223,7 +224,7 @@ class Distiller:
                     weight=weight,
                     normalizer=normalizer,
                 )
-                statistics[term.name] = value
+                statistics[name] = value
                 statistics["loss"] = statistics["loss"] + weight * value
         student.backward(activations, result.grad_hidden, gradients[0], state_gradients)
         return statistics
@@ -246,6 +247,12 @@ class Distiller:
             softcap=self._logits["softcap"],
             **options,
         )
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """`names` with repetitions numbered: "attention", "attention 2"."""
+    counts = [names[: index + 1].count(name) for index, name in enumerate(names)]
+    return [f"{name} {n}" if n > 1 else name for name, n in zip(names, counts, strict=True)]
 
 
 def _check_offline(

@@ -113,7 +113,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `model` on `batches` of (tokens, targets); sums stay on the device until the end.
 
-    workers: threads, each of which evaluates one batch at a time; for the CPU.
+    workers: number of threads, each of which evaluates one batch at a time; more than 1 only on
+        the CPU.
     """
     sums: dict[str, Array] = {}
     windows: list[Array] = []
@@ -135,7 +136,7 @@ def evaluate(
         return rows, found
 
     with ThreadPoolExecutor(workers) as pool:
-        # CuPy's current stream is per thread, so one worker is this thread itself.
+        # A single worker is the calling thread, because CuPy's current stream is per thread.
         scored = map(score, batches) if workers == 1 else pool.map(score, batches)
         for rows, found in scored:
             num_tokens += rows.size

@@ -27,7 +27,7 @@ class StateTerm(Protocol):
     """An additional loss between the activations of a student and a teacher.
 
     Attributes:
-        name: name of the term in the statistics.
+        name: name of the term in the statistics; further terms of that name are numbered from 2.
         parameters: trained parameters of its own, such as a projection, or None. The trainer
             updates them like the student's and saves them in its checkpoints.
         weight: weight of the term in the total loss, by step.
@@ -46,7 +46,7 @@ class StateTerm(Protocol):
         gradients: Parameters | None,
         *,
         weight: float,
-        normalizer: float,
+        normalizer: Any,
     ) -> Array:
         """Add weight * gradients of the term to `state_gradients` and `gradients`; return the loss
         without the weight.
@@ -56,7 +56,8 @@ class StateTerm(Protocol):
             valid: float32 [rows], 0 for rows to ignore; None if there are none.
             state_gradients: gradients with respect to states of the student's layers.
             gradients: gradients of `parameters`.
-            normalizer: number of rows that the mean is over, which may be more than in this batch.
+            normalizer: number of rows that the mean is over, which may be more than in this batch:
+                a number, or a float32 0-d array on the device.
 
         Returns:
             float32 0-d array, without synchronising.
@@ -90,7 +91,7 @@ def _check_layers(
     *,
     first: int,
 ) -> None:
-    """Raises ConfigError unless the map has a pair, and layers from `first` to the last."""
+    """Raises ConfigError if the map is empty or has a layer outside first..num_layers."""
     if not layer_map:
         raise ConfigError("layer_map: expected at least one pair of layers")
     for student_layer, teacher_layer in layer_map.items():
@@ -158,7 +159,7 @@ class HiddenStateTerm:
         gradients: Parameters | None,
         *,
         weight: float,
-        normalizer: float,
+        normalizer: Any,
     ) -> Array:
         assert self.parameters is not None
         assert gradients is not None
@@ -192,9 +193,9 @@ class AttentionTerm:
         attention: whether to compare attention distributions.
         relations: which of the relations "q", "k", "v" to compare (MiniLM: "v", MiniLMv2: all
             three).
-        temperature: T of all of them.
-        head_map: of the attention distributions, as in attention_kl.
-        relation_heads: of the relations, as in relation_kl.
+        temperature: T of the attention distributions and the relations.
+        head_map: for the attention distributions, as in attention_kl.
+        relation_heads: for the relations, as in relation_kl.
     """
 
     name = "attention"
@@ -235,7 +236,7 @@ class AttentionTerm:
         gradients: Parameters | None,
         *,
         weight: float,
-        normalizer: float,
+        normalizer: Any,
     ) -> Array:
         loss = None
         for student_layer, teacher_layer in self.layer_map.items():

@@ -26,7 +26,7 @@ from cukit.distributed import Alone, Communicator
 from cukit.errors import ConfigError, DataError
 from cukit.models.parameters import Parameters, host_array
 
-# A diverging loss shows in its value, so NumPy's warnings from every op are suppressed.
+# A diverging loss is visible in its value, so NumPy's overflow warnings are suppressed.
 _QUIETLY = np.errstate(over="ignore", invalid="ignore")
 
 
@@ -63,6 +63,7 @@ class Trainer:
             results are reproducible only with the same number.
         max_grad_norm: gradients with a larger global norm are scaled down to it.
         weight_decay: of matrices only, not of norm weights.
+        beta1, beta2: as in :func:`adamw`.
         communicator: the processes that share the step, one GPU each: see
             `cukit.distributed.communicator`. Each process reads its own windows, created with
             `ranks=communicator`; gradients are summed over all, so n processes take the same steps
@@ -301,7 +302,8 @@ def _check_ranks(windows: Any, communicator: Communicator) -> None:
     if made_for != (communicator.rank, communicator.size):
         raise ConfigError(
             f"windows: created for rank {made_for[0]} of {made_for[1]}, but this process is rank "
-            f"{communicator.rank} of {communicator.size}; pass ranks=communicator to both"
+            f"{communicator.rank} of {communicator.size}; pass the same communicator to the "
+            "windows, as ranks, and to the trainer"
         )
 
 
