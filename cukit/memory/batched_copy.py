@@ -67,8 +67,9 @@ def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -
     """Copies byte ranges within `memory`: `memory[d : d + n] = memory[s : s + n]` for each move.
 
     Destinations may overlap sources only if all moves slide down, as when holes are closed: sorted
-    by source, the destinations ascend too, and each is below its source. Every byte is then read
-    before it is overwritten. Destinations must not overlap one another.
+    by source, the destinations ascend too, each is below its source, and the sources do not overlap
+    one another. Every byte is then read before it is overwritten. Destinations must never overlap
+    one another.
 
     Args:
         memory: uint8 [bytes], C-contiguous, changed in place.
@@ -89,10 +90,12 @@ def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -
     """
     (memory,) = adopt(_OP, memory)
     check_array(_OP, "memory", memory, dtypes=(_uint8,), ndim=1)
-    plan = plan_moves(_moves_array(moves))
-    table = plan.table[:-1]
-    if table.size and (table[:, :2].min() < 0 or (plan.ends > memory.size).any()):
+    rows = _moves_array(moves)
+    starts, sizes = rows[:, :2], rows[:, 2:]
+    # A sum of start and size could overflow. plan_moves reports negative sizes.
+    if ((starts < 0) | (starts > memory.size - np.maximum(sizes, 0))).any():
         raise ArrayShapeError(f"{_OP}: a move is outside memory of {memory.size} bytes")
+    plan = plan_moves(rows)
     if not runs_kernel(_OP, memory):
         return reference.batched_copy(memory, plan.moves())
     plan.check_aligned(memory.ctypes.data if namespace(memory) is np else memory.data.ptr)
@@ -116,7 +119,10 @@ class MovePlan:
 
     @classmethod
     def of(cls, rows: Moves, memory: Moves | None = None, *, ordered: bool = False) -> MovePlan:
-        """The plan of moves known to be valid. `memory`: for the table; longer than `rows`."""
+        """The plan of moves known to be valid.
+
+        memory: the array that stores the table, [more than len(rows), 3]; by default a new one.
+        """
         table = (
             np.empty((len(rows) + 1, 3), np.int64) if memory is None else memory[: len(rows) + 1]
         )
@@ -141,11 +147,6 @@ class MovePlan:
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
         return np.diff(self.table[:, 2])
-
-    @property
-    def ends(self) -> npt.NDArray[np.int64]:
-        """[num_moves, 2]: the end of each destination and source."""
-        return self.table[:-1, :2] + self.sizes[:, None]
 
     def moves(self) -> list[Move]:
         """The moves in an order in which they may be done one by one."""
@@ -179,11 +180,11 @@ def plan_moves(moves: Moves | Sequence[tuple[int, int, int]]) -> MovePlan:
         low, high = np.maximum(destination.min(), source.min()), (rows[:, :2].T + size).max(axis=1)
         if low < high.min():  # else all sources are below, or all above, the destinations
             rows = rows[np.argsort(source)]
-            ordered = _has_to_slide(rows)
+            ordered = _check_order(rows)
     return MovePlan.of(rows, ordered=ordered)
 
 
-def _has_to_slide(rows: npt.NDArray[np.int64]) -> bool:
+def _check_order(rows: npt.NDArray[np.int64]) -> bool:
     """Whether a destination overlaps a source; the moves are sorted by source. Raises
     ArrayLayoutError if the moves overlap without sliding down."""
     destination, source, size = rows.T
@@ -234,9 +235,10 @@ def launch_moves(
 
 @cache
 def plan_batched_copy(ordered: bool, planned: bool = False) -> KernelSpec:
-    """32 KiB per block: enough work to hide the search, small enough to balance the load.
+    """The kernel variant. A block copies TILE_BYTES: enough work to hide the search for its first
+    move, small enough to balance the load.
 
-    planned: the preceding kernel (memory/plan_slots.cu) writes the moves and their number.
+    planned: whether the preceding kernel (memory/plan_slots.cu) writes the moves and their number.
     """
     defines = (
         ("THREADS", _THREADS),

@@ -108,7 +108,8 @@ class CudaGuard:
 
     Arrays on other devices come from CuPy's own pool.
 
-    Raises UnsupportedDeviceError where the GPU (or cuda-bindings) has no virtual memory.
+    Raises UnsupportedDeviceError if the GPU has no virtual memory management or cuda-bindings is
+    missing.
     """
 
     def __init__(self, seed: int) -> None:
@@ -117,7 +118,10 @@ class CudaGuard:
         self._elsewhere = cupy.get_default_memory_pool().malloc
         self.device_id = int(self._cuda.runtime.getDevice())
         if not supports_virtual_memory(self.device_id):
-            raise UnsupportedDeviceError(f"GPU {self.device_id} has no virtual memory management")
+            raise UnsupportedDeviceError(
+                f"GPU {self.device_id} has no virtual memory management (or cuda-bindings is "
+                "missing)"
+            )
         driver = CudaVirtualMemoryDriver(self.device_id)
         self.memory = GuardedMemory(driver, CudaGuardDevice(driver.granularity()), seed)
 

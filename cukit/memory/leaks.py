@@ -69,12 +69,18 @@ def watch_leaks(pool: MemoryPool) -> Iterator[Callable[[], LeakReport]]:
     the block and not freed."""
     check_pool("watch_leaks", pool)
     live: dict[int, tuple[tuple[Frame, ...], int]] = {}
+    arriving: set[int] = set()
+    """Next addresses of memory allocated in the block that is moving."""
 
     def listen(event: Event) -> None:
         if event.action == "alloc":
-            live[event.address] = event.call_site, event.size
+            if event.moved is None or event.address in arriving:
+                live[event.address] = event.call_site, event.size
+            arriving.discard(event.address)
         elif event.action == "free":
-            live.pop(event.address, None)
+            was_live = live.pop(event.address, None) is not None
+            if was_live and event.moved is not None:
+                arriving.add(event.moved)
 
     pool.add_listener(listen)
     try:

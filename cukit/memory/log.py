@@ -16,6 +16,7 @@ import io
 import re
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from datetime import datetime
@@ -35,11 +36,16 @@ BUFFERED = 8192
 """Lines queued before a write to the file."""
 
 MAX_DIGITS = 20
-"""Decimal digits of a number."""
+"""Of a number in the columns Thread and Size."""
 MAX_SHOWN = 60
-"""Characters of an invalid value in a message."""
+"""Characters of an invalid value that an error message quotes."""
 
-_TIME = re.compile(r"(\d{1,2}):(\d{2}):(\d{2})[.:](\d{6})")
+_TIME = re.compile("([01]?[0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9]|60)[.:]([0-9]{6})")
+_ADDRESS = {
+    16: re.compile("(?:0x)?[0-9a-f]{1,16}"),
+    10: re.compile("0x[0-9a-f]{1,16}|[0-9]{1,20}"),
+}
+"""By the base of digits without a prefix."""
 
 
 class LogError(DataError):
@@ -85,7 +91,7 @@ class LogWriter:
         self._file = _open(self.path, "w")
         self._file.write(",".join(COLUMNS) + "\n")
         self._queue: deque[LogEvent] = deque()
-        self._file_idle = threading.Lock()
+        self._file_lock = threading.Lock()
         self._streams: dict[Hashable, int] = {}
         midnight = datetime.now().replace(hour=0, minute=0, second=0, microsecond=0)
         self._zero = time.perf_counter() - (time.time() - midnight.timestamp())
@@ -101,11 +107,11 @@ class LogWriter:
     def write(self, event: LogEvent) -> None:
         """Appends a line."""
         self._queue.append(event)
-        if len(self._queue) >= BUFFERED and self._file_idle.acquire(blocking=False):
+        if len(self._queue) >= BUFFERED and self._file_lock.acquire(blocking=False):
             try:
                 self._drain()
             finally:
-                self._file_idle.release()
+                self._file_lock.release()
 
     def microseconds(self, perf_counter: float) -> int:
         """Converts a time of `time.perf_counter()` to `LogEvent.time_us`."""
@@ -113,10 +119,9 @@ class LogWriter:
 
     def close(self) -> None:
         """Writes the rest of the queue; later events are lost."""
-        with self._file_idle:
-            if not self._file.closed:
-                self._drain()
-                self._file.close()
+        with self._file_lock:
+            self._drain()
+            self._file.close()
 
     def __enter__(self) -> LogWriter:
         return self
@@ -131,11 +136,13 @@ class LogWriter:
         return self._streams.setdefault(stream, len(self._streams) + 1)
 
     def _drain(self) -> None:
+        """Writes the queue to the file, or discards it if the file is closed."""
         lines = []
         with contextlib.suppress(IndexError):  # empty; other threads may append meanwhile
             while True:
                 lines.append(format_event(self._queue.popleft()))
-        self._file.write("".join(lines))
+        if not self._file.closed:
+            self._file.write("".join(lines))
 
 
 _ACTION_OF = {
@@ -176,7 +183,7 @@ def read_log(path: Path | str) -> list[LogEvent]:
     try:
         with _open(path, "r") as file:
             return list(_checked(path, file))
-    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (gzip.BadGzipFile, zlib.error, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise LogError(f"{path}: not an allocation log ({error})") from None
 
 
@@ -254,10 +261,9 @@ class _Line:
         text = self._cells[column].lower()
         if text == "(nil)":
             return 0
-        try:
-            return int(text.removeprefix("0x"), 16 if text.startswith("0x") else base)
-        except ValueError:
-            raise self._error(column, "an address such as 0x7f2000000000") from None
+        if not _ADDRESS[base].fullmatch(text):
+            raise self._error(column, "an address such as 0x7f2000000000")
+        return int(text, 16 if text.startswith("0x") else base)
 
     def _time(self) -> int:
         found = _TIME.fullmatch(self._cells["Time"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -54,3 +55,12 @@ def provider(request: pytest.FixtureRequest) -> Provider:
 def make_pool(provider: Provider) -> Callable[..., MemoryPool]:
     """Creates pools on the provider: `make_pool(max_pool_size=...)`."""
     return lambda **options: MemoryPool(MemoryPoolConfig(**options), provider)
+
+
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, even if pytest was started in the background of a shell,
+    which ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

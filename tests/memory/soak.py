@@ -1,8 +1,8 @@
 """Soak test: `python -m tests.memory.soak --operations 5000000 --provider cuda-vmm`.
 
 Allocates, frees, moves and remaps at random within a tight limit. Every live block has a pattern of
-its own, in which no two words are equal. It is checked when the block is freed and after every
-defragmentation.
+its own, in which no two words are equal. The pattern is checked when the block is freed and after
+every defragmentation.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from cukit.errors import OutOfMemoryError
 from cukit.memory import DeviceBuffer, HostProvider, MemoryPool, MemoryPoolConfig, Provider
 from cukit.reference._xp import array_namespace
 from tests.memory.invariants import check_invariants
+
+PROVIDERS = ("host", "host-segments", "cuda-vmm", "cuda-malloc")
 
 LARGEST_LOG2 = 18
 VALUE_BITS = 61
@@ -83,7 +85,7 @@ class Soak:
         try:
             address = self.pool.allocate(size)
         except OutOfMemoryError:
-            self._refused()
+            self._free_a_third()
             return
         self.write(address, size, value)
         self.raw.append((address, size, value))
@@ -93,14 +95,14 @@ class Soak:
         try:
             buffer = self.pool.allocate_buffer(size)
         except OutOfMemoryError:
-            self._refused()
+            self._free_a_third()
             return
         with buffer.pinned() as address:
             self.write(address, size, value)
         self.buffers.append((buffer, value))
 
-    def _refused(self) -> None:
-        """Frees a third of the live memory."""
+    def _free_a_third(self) -> None:
+        """Frees a third of the blocks after a refused allocation; buffers by their finalizers."""
         self.refused += 1
         self.random.shuffle(self.raw)
         self.random.shuffle(self.buffers)
@@ -108,6 +110,9 @@ class Soak:
             self.check(address, size, value)
             self.pool.free(address)
         del self.raw[: len(self.raw) // 3]
+        for buffer, value in self.buffers[: len(self.buffers) // 3]:
+            with buffer.pinned() as address:
+                self.check(address, buffer.size, value)
         del self.buffers[: len(self.buffers) // 3]
 
     def check_all(self) -> None:
@@ -137,7 +142,7 @@ def _pattern(words: Any, value: int) -> Any:
 
 
 def make_provider(name: str, total_bytes: int) -> Provider:
-    """The provider of a name on the command line."""
+    """The provider of a name in PROVIDERS."""
     if name == "cuda-vmm":
         from cukit.memory.providers.cuda_vmm import CudaVirtualMemory
 
@@ -153,9 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operations", type=int, default=2_000_000)
-    parser.add_argument("--provider", default="host")
+    parser.add_argument("--provider", default="host", choices=PROVIDERS)
     parser.add_argument("--limit-mib", type=int, default=64)
-    parser.add_argument("--every", type=int, default=20_000, help="between defragmentations")
+    parser.add_argument("--every", type=int, default=20_000, help="operations per defragmentation")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     limit = options.limit_mib << 20

@@ -80,6 +80,9 @@ def test_twenty_slides_give_the_same_bytes(rng):
     [
         ([(0, 96, 64)], ArrayShapeError, "outside memory of 128 bytes"),
         ([(-16, 0, 16)], ArrayShapeError, "outside memory"),
+        ([(0, 2**63 - 16, 32)], ArrayShapeError, "outside memory"),
+        ([(2**63 - 16, 0, 32)], ArrayShapeError, "outside memory"),
+        ([(0, 0, 2**63 - 1)], ArrayShapeError, "outside memory"),
         ([(0, 32, -16)], ArrayShapeError, "negative size"),
         ([(0, 32, 32), (16, 64, 32)], ArrayLayoutError, "overlapping destinations"),
         ([(32, 16, 64)], ArrayLayoutError, "slide down"),

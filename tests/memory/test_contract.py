@@ -89,7 +89,7 @@ def test_freed_on_another_thread(make_pool: MakePool) -> None:
     check_invariants(pool)
 
 
-def test_wrong_pointers_are_named(make_pool: MakePool) -> None:
+def test_errors_describe_wrong_pointers(make_pool: MakePool) -> None:
     pool, other = make_pool(), make_pool()
     address, foreign = pool.allocate(10_000), other.allocate(512)
     with pytest.raises(PointerError, match="512 bytes inside one of 10000 bytes"):

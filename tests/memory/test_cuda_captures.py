@@ -53,7 +53,7 @@ def ready(source: Any, stream: Any) -> None:
     stream.synchronize()
 
 
-def others(pool: MemoryPool, sizes: range) -> list[Any]:
+def others(sizes: range) -> list[Any]:
     """Arrays outside the graph, filled with values that it must not read."""
     return [cupy.full(COUNT - size, np.nan, np.float32) for size in sizes]
 
@@ -78,11 +78,11 @@ def test_a_graph_keeps_its_memory_until_it_is_gone(make_pool: MakePool, mode: st
         del larger
 
         for turn in range(3):
-            outside = others(pool, range(20))
+            outside = others(range(20))
             assert not private & {array.data.ptr for array in outside}
             source += 1
             graph.launch(stream)
-            outside += others(pool, range(20, 30))
+            outside += others(range(20, 30))
             wanted = np.sqrt(2 * (np.arange(COUNT, dtype=np.float32) + turn + 1) + 1)
             np.testing.assert_allclose(result.get(), wanted, rtol=1e-6)
             assert all(bool(cupy.isnan(array).all()) for array in outside)
@@ -93,7 +93,7 @@ def test_a_graph_keeps_its_memory_until_it_is_gone(make_pool: MakePool, mode: st
 
         # The graph outlives its result, and still writes to it.
         del result
-        outside = others(pool, range(20))
+        outside = others(range(20))
         graph.launch(stream)
         assert all(bool(cupy.isnan(array).all()) for array in outside)
         del outside, graph
@@ -147,7 +147,7 @@ def test_a_stream_that_joins_a_capture_has_private_memory_too(make_pool: MakePoo
         del doubled, larger
         for stream in (first, second):
             with stream:
-                outside = others(pool, range(10))
+                outside = others(range(10))
                 assert not private & {array.data.ptr for array in outside}
                 graph.launch(stream)
                 stream.synchronize()

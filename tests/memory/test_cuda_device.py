@@ -159,7 +159,7 @@ def test_reuse_waits_for_all_work_of_a_destroyed_stream(
 def test_a_stream_is_kept_until_unreferenced_and_another_appears(
     device: CudaDevice, runtime: Runtime
 ) -> None:
-    """It cannot be destroyed during a driver call of another thread."""
+    """A stream that is kept cannot be destroyed during a driver call of another thread."""
     stream, kept = Stream(runtime, 7), Stream(runtime, 8)
     key, other = device.stream_key(stream), device.stream_key(kept)
     runtime.capturing[7] = 41

@@ -251,11 +251,11 @@ def test_half_of_the_device_in_one_piece() -> None:
 
 
 class InjectedError(DriverError):
-    """Raised by the call that a test lets fail."""
+    """Raised by the call that a test makes fail."""
 
 
 class Failing:
-    """Forwards calls, counts the named ones, and lets one of them fail."""
+    """Forwards calls, counts the named ones, and makes one of them fail."""
 
     def __init__(self, inner: Any, names: set[str], tally: Tally) -> None:
         self._inner, self._names, self._tally = inner, names, tally

@@ -127,7 +127,7 @@ def test_pages_that_cannot_be_released_are_reused() -> None:
     pages = VirtualPages(driver, PAGE)
     made = pages.create_pages(4)
     driver.refused, driver.allowed = "release", 0
-    with pytest.raises(DriverError, match="all of 4 pages"):
+    with pytest.raises(DriverError, match="none of 4 pages"):
         pages.destroy_pages(made)
     driver.allowed = 1
     pages.destroy_pages(made)

@@ -62,14 +62,15 @@ def copy(monkeypatch: pytest.MonkeyPatch) -> Copier:
     ("count", "max_tiles", "launched"),
     [(90, 1 << 17, [90]), (90, 1, [64, 26]), (250, 1 << 17, [100, 100, 50]), (100, 9, [100])],
 )
-def test_moves_that_are_known_to_be_apart(
+def test_disjoint_moves(
     copy: Copier,
     monkeypatch: pytest.MonkeyPatch,
     count: int,
     max_tiles: int,
     launched: list[int],
 ) -> None:
-    """Their table is written in place if one launch does all of them; twice, on one copier."""
+    """Moves that are known not to overlap: their table is written in place if one launch does all
+    of them. Two calls of one copier."""
     monkeypatch.setattr(device_copy, "_MAX_MOVES", 100)
     monkeypatch.setattr(device_copy, "_MAX_TILES", max_tiles)
     for seed in range(2):
@@ -93,7 +94,7 @@ def test_moves_that_are_known_to_be_apart(
         (250, 16, [100, 100, 50]),
     ],
 )
-def test_moves_arrive(
+def test_moves_copy_every_byte(
     copy: Copier, monkeypatch: pytest.MonkeyPatch, count: int, gap: int, launched: list[int]
 ) -> None:
     """`gap` 0: moves from one half to the other, in any order; else slides over a gap."""

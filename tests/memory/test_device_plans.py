@@ -93,7 +93,7 @@ def test_as_compact_as_a_host_plan() -> None:
 @pytest.mark.parametrize("interrupting", [False, True])
 @pytest.mark.parametrize("lagging", [False, True])
 def test_every_call_fails(*, lagging: bool, interrupting: bool) -> None:
-    """Nothing is lost and no event leaks; the next defragmentation moves what is left."""
+    """Nothing is lost and no event leaks; the next defragmentation makes the remaining moves."""
     failed = []
     for number in range(100):
         scene = Scene(5, lagging=lagging)

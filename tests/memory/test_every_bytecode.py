@@ -25,18 +25,13 @@ from cukit.memory.uninterrupted import Uninterrupted
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE
 
+pytestmark = pytest.mark.usefixtures("default_sigint")
+
 FILES = (str(Path(cukit.memory.__file__).parent), contextlib.__file__)
 """The files that are interrupted: the pool's, and contextlib for its context managers."""
 
 DEFERRED_STEP = 64
 """Inside Uninterrupted, where every bytecode is equivalent, only one in 64 is interrupted."""
-
-
-@pytest.fixture(autouse=True)
-def _ctrl_c_is_heard() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def _deferred() -> bool:

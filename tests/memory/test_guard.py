@@ -46,7 +46,7 @@ def at_end(memory: GuardedMemory, size: int, wanted: bool) -> Slot:
 
 
 @pytest.mark.parametrize("size", [1, 16, 100, PAGE, PAGE + 1, 40 * PAGE + 5])
-def test_an_allocation_touches_an_unmapped_address(memory, driver, size):
+def test_an_allocation_borders_on_an_unmapped_address(memory, driver, size):
     slots = [memory.allocate(size) for _ in range(6)]
     sides = set()
     for slot in slots:
@@ -271,7 +271,7 @@ def test_the_kernel_compiles(tmp_path, monkeypatch, arch) -> None:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("before", [0xFFFFFFFF, 0x80808080, 12345 << 32])
-def test_the_kernel_matches_the_reference(emulated, rng, before):
+def test_the_kernel_matches_the_reference(emulated, before):
     """Changes at the boundaries of allocations, vectors, chunks and pages."""
     page_bytes, number = 2 * CHUNK, 6
     kernel = load_kernel(plan_guard_pages(page_bytes, CHUNK))

@@ -10,7 +10,7 @@ from cukit.memory import DeviceOutOfMemory, HostProvider, Provider
 PAGE = 64 << 10
 
 
-def test_it_is_a_provider() -> None:
+def test_host_provider_implements_the_protocol() -> None:
     assert isinstance(HostProvider(), Provider)
 
 

@@ -69,7 +69,7 @@ def test_a_small_block_splits_one_large_page() -> None:
 
 
 def test_a_large_page_in_use_is_not_counted_as_reclaimable() -> None:
-    """It is not split while a stream may still use it."""
+    """A large page is not split while a stream may still use it."""
     pool, provider = make_pool(limit=MANY)
     provider.lagging = True
     block = pool.allocate(MANY * PAGE)

@@ -47,6 +47,19 @@ def test_live_memory_is_reported_by_call_site(pool: MemoryPool) -> None:
     assert str(live_report(pool)) == "nothing is live"
 
 
+def test_memory_from_before_the_block_is_no_leak_when_it_moves(pool: MemoryPool) -> None:
+    buffers = [leaky_buffer(pool) for _ in range(16)]
+    for buffer in buffers[::2]:
+        buffer.close()
+    with watch_leaks(pool) as leaks:
+        inside = leaky_buffer(pool)
+        buffers[1].close()
+        assert pool.defragment().bytes_moved > 0
+        assert leaks().count == 1
+        inside.close()
+        assert not leaks()
+
+
 def test_only_allocations_inside_the_block_count(pool: MemoryPool) -> None:
     before = pool.allocate(1_000)
     with watch_leaks(pool) as leaks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gc
+import gzip
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cukit.memory import log
 from cukit.memory.bookkeeping.blocks import Event
 from cukit.memory.log import (
     BUFFERED,
@@ -109,6 +111,16 @@ DAMAGED = {
     "3: Pointer: expected an address such as 0x7f2000000000, got '0xno'": (
         FREE.replace("0x7f00", "0xno")
     ),
+    "3: Pointer: expected an address such as 0x7f2000000000, got '0x-5'": (
+        FREE.replace("0x7f00", "0x-5")
+    ),
+    "3: Pointer: expected an address such as 0x7f2000000000, got '7_f'": (
+        FREE.replace("0x7f00", "7_f")
+    ),
+    "3: Stream: expected an address such as 0x7f2000000000, got '-1'": FREE[:-1] + "-1",
+    "3: Time: expected hours:minutes:seconds.microseconds, got '24:00:00.000002'": (
+        FREE.replace("09:00:00.000002", "24:00:00.000002")
+    ),
     "3: Size: expected a whole number, got '5e2'": FREE.replace("512", "5e2"),
     "3: Stream: expected an address such as 0x7f2000000000, got 'main'": FREE[:-1] + "main",
     "4: Pointer: expected memory that is allocated at this line, got '0x7f00'": f"{FREE}\n{FREE}",
@@ -139,6 +151,11 @@ def test_a_file_that_is_not_a_log_is_rejected(tmp_path: Path) -> None:
     packed.write_bytes(b"plain")
     with pytest.raises(LogError, match="not an allocation log"):
         read_log(packed)
+    damaged = bytearray(gzip.compress(f"{ALLOCATE}\n".encode() * 100))
+    damaged[20] ^= 0xFF
+    packed.write_bytes(damaged)
+    with pytest.raises(LogError, match="not an allocation log"):
+        read_log(packed)
 
 
 def event(action: Any, address: int = 512, size: int = 512, stream: Any = "main") -> Event:
@@ -164,6 +181,16 @@ def test_a_pools_events_become_lines(tmp_path: Path) -> None:
     assert [e.time_us for e in found] == sorted(e.time_us for e in found)
 
 
+def test_events_after_the_end_are_discarded(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(log, "BUFFERED", 2)
+    with LogWriter(tmp_path / "log.csv") as writer:
+        writer(event("alloc"))
+    for _ in range(5):
+        writer(event("free"))
+    writer.close()
+    assert len(read_log(tmp_path / "log.csv")) == 1
+
+
 def test_a_long_log_is_written_during_recording(tmp_path: Path) -> None:
     path = tmp_path / "log.csv"
     writer = LogWriter(path)
@@ -177,7 +204,7 @@ def test_a_long_log_is_written_during_recording(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", STANDARD)
-def test_a_mix_is_determined_by_its_seed(name: str) -> None:
+def test_a_synthetic_log_is_determined_by_its_seed(name: str) -> None:
     if name.startswith("random-100000"):
         name = name.replace("100000", "1000")  # the same code, in less time
     first = make_log(name, seed=1)

@@ -49,7 +49,7 @@ from tests.memory.invariants import check_invariants
         ({"on_out_of_memory": 3}, "on_out_of_memory: expected None or a function, got 3"),
     ],
 )
-def test_illegal(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"MemoryPoolConfig: {message}"):
         MemoryPoolConfig(**options)
 
@@ -74,7 +74,7 @@ def test_illegal(options: dict[str, Any], message: str) -> None:
         (lambda pool: _array(pool, 4, object), "dtype must be a dtype of numbers"),
     ],
 )
-def test_wrong_arguments_are_named(call: Any, message: str) -> None:
+def test_errors_name_the_argument(call: Any, message: str) -> None:
     pool = MemoryPool(provider=HostProvider(4 << 20))
     with pytest.raises(CukitError, match=message):
         call(pool)
@@ -86,7 +86,7 @@ WRONG = [None, 3, -1, 1.5, float("nan"), 1 << 70, True, b"x", [], {}, object(), 
 
 
 @pytest.mark.parametrize("value", WRONG, ids=[type(one).__name__ for one in WRONG])
-def test_no_argument_raises_a_raw_error(value: Any, tmp_path: Path) -> None:
+def test_invalid_arguments_raise_only_cukit_errors(value: Any, tmp_path: Path) -> None:
     """Every public function of the pool and its tools, with each argument in turn replaced."""
     pool = MemoryPool(provider=HostProvider(4 << 20))
     address, buffer = pool.allocate(512), pool.allocate_buffer(64)

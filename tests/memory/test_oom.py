@@ -9,7 +9,7 @@ import pytest
 
 from cukit.errors import OutOfMemoryError
 from cukit.memory import DeviceBuffer, MemoryPool, MemoryPoolConfig, OutOfMemoryReport
-from cukit.memory.pool.oom import num_bytes
+from cukit.memory.pool.oom import MAX_CALLBACKS, num_bytes
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import KIB, PAGE, SimulatedProvider
 
@@ -46,7 +46,7 @@ def test_a_stream_waits_rather_than_the_host() -> None:
     check_invariants(pool)
 
 
-def test_a_small_request_grows_the_pool_instead() -> None:
+def test_a_small_request_grows_the_pool_rather_than_wait() -> None:
     """A small request does not make its stream wait for another."""
     pool, provider = tight_pool()
     provider.lagging = True
@@ -82,7 +82,7 @@ def test_buffers_move_before_an_allocation_fails(*, enable_defrag: bool) -> None
 
 
 def test_automatic_defragmentation_instead_of_growth() -> None:
-    """While the pool may grow, it defragments above the threshold only."""
+    """A pool that may grow defragments only if fragmentation exceeds the threshold."""
     for threshold, expected in ((0.9, 16), (1.0, 24)):
         pool, _ = tight_pool(pages=48, defrag_threshold=threshold)
         buffers = [pool.allocate_buffer(PAGE // 2) for _ in range(32)]
@@ -115,30 +115,37 @@ def test_garbage_is_collected() -> None:
 
 def test_the_callback_is_called_last_and_may_use_the_pool() -> None:
     held: list[Callable[[], None]] = []
-    asked: list[int] = []
+    requests: list[int] = []
 
-    def give_up_something(size: int) -> bool:
-        asked.append(size)
+    def release_something(size: int) -> bool:
+        requests.append(size)
         if not held:
             return False
         held.pop()()
         return True
 
-    pool, _ = tight_pool(on_out_of_memory=give_up_something)
+    pool, _ = tight_pool(on_out_of_memory=release_something)
     addresses = [pool.allocate(4 * PAGE) for _ in range(4)]
     held.extend([lambda: pool.free(addresses[0]), lambda: pool.free(addresses[2])])
     pool.allocate(8 * PAGE)
-    assert asked == [8 * PAGE, 8 * PAGE]
+    assert requests == [8 * PAGE, 8 * PAGE]
     with pytest.raises(OutOfMemoryError):
         pool.allocate(8 * PAGE)
-    assert len(asked) == 3
+    assert len(requests) == 3
     check_invariants(pool)
 
 
 def test_a_callback_that_frees_nothing_is_called_a_limited_number_of_times() -> None:
-    pool, _ = tight_pool(on_out_of_memory=lambda size: True)
+    requests: list[int] = []
+
+    def free_nothing(size: int) -> bool:
+        requests.append(size)
+        return True
+
+    pool, _ = tight_pool(on_out_of_memory=free_nothing)
     with pytest.raises(OutOfMemoryError):
         pool.allocate(17 * PAGE)
+    assert requests == [17 * PAGE] * MAX_CALLBACKS
 
 
 def test_exceptions_of_a_callback_propagate() -> None:
@@ -202,7 +209,7 @@ def test_the_error_explains_the_cause() -> None:
     buffer.close()
 
 
-def test_the_advice_fits() -> None:
+def test_the_advice_matches_the_cause() -> None:
     pool, _ = tight_pool()
     buffers: list[DeviceBuffer] = []
     with pytest.raises(OutOfMemoryError, match="try: a larger max_pool_size: the request alone"):

@@ -31,7 +31,7 @@ class InterruptedProvider(SimulatedProvider):
 @pytest.mark.parametrize("can_remap", [True, False])
 @pytest.mark.parametrize("how", ["free", "free_from_finalizer", "buffer"])
 def test_frees_inside_every_driver_call(how: str, *, can_remap: bool) -> None:
-    """They neither block nor get lost, and the pool stays consistent."""
+    """The frees neither block nor get lost, and the pool stays consistent."""
     provider = InterruptedProvider(can_remap=can_remap)
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=256 * PAGE), provider)
     to_free: list[int | DeviceBuffer] = []
@@ -68,7 +68,7 @@ def test_frees_inside_every_driver_call(how: str, *, can_remap: bool) -> None:
     assert interrupted > 40
 
 
-def test_an_allocation_inside_the_pool_is_refused() -> None:
+def test_an_allocation_inside_the_pool_is_rejected() -> None:
     provider = InterruptedProvider(can_remap=True)
     pool = MemoryPool(MemoryPoolConfig(), provider)
     provider.interrupt = lambda: pool.allocate(512) and None
@@ -247,8 +247,8 @@ def test_memory_freed_by_destructors_is_not_kept() -> None:
     assert provider.used_bytes == 0
 
 
-def test_a_pool_that_ends_during_a_capture_waits() -> None:
-    """Its memory is released with the next pool that is collected."""
+def test_a_pool_that_ends_during_a_capture_is_released_later() -> None:
+    """Its memory is released when the next pool is collected."""
     provider = SimulatedProvider()
     MemoryPool(MemoryPoolConfig(initial_pool_size=PAGE), provider)
     provider.captures[7] = 1

@@ -168,7 +168,7 @@ def cukit_pool(script: Script, limit: int | None) -> Any:
 @pytest.mark.parametrize(
     "name", ["random-300-4096", "random-2000-64", "serving", "streams", "torture"]
 )
-def test_our_pool_completes_every_mix_at_a_tight_limit(name: str) -> None:
+def test_the_pool_of_cukit_completes_every_mix_at_a_tight_limit(name: str) -> None:
     """5% above the peak of live bytes, plus one page per stream: less than any hole."""
     script = script_of(make_log(name)[:12_000])
     pool = cukit_pool(script, script.tight_limit)
@@ -179,7 +179,7 @@ def test_our_pool_completes_every_mix_at_a_tight_limit(name: str) -> None:
     assert result.peak_reserved_bytes <= script.tight_limit
 
 
-def test_our_pool_completes_the_recorded_training_run() -> None:
+def test_the_pool_of_cukit_completes_the_recorded_training_run() -> None:
     script = script_of(read_log(RECORDED)[:12_000])
     assert script.peak_live_bytes > 8 << 30
     pool = cukit_pool(script, script.tight_limit)
@@ -200,7 +200,7 @@ def test_a_pool_runs_in_its_own_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(gpu_available(), reason="there is a GPU")
-def test_pools_that_need_a_gpu_say_so() -> None:
+def test_errors_name_pools_that_need_a_gpu() -> None:
     with pytest.raises(PoolMissing, match="cupy needs a GPU"):
         replay_apart("cupy", [Request("torture")])
 
@@ -225,7 +225,7 @@ def test_limits(text: str, expected: int | str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "-3", "0", "5 pounds"])
-def test_meaningless_limits(text: str) -> None:
+def test_invalid_limits_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="--limit"):
         limit_of(text)
 
@@ -246,7 +246,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert facts["results"][0]["completed"]
 
 
-def test_the_command_reports_what_did_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reports_the_failing_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["replay", "torture", "--pools", "cukit", "--limit", "2MiB", "--json"]) == 1
     facts = json.loads(capsys.readouterr().out)
     assert facts["results"][0]["failure"].startswith("step 0: ")
@@ -268,6 +268,6 @@ def test_invalid_arguments(
 
 
 @pytest.mark.parametrize("mix", ["random-999999999999-4", "random-10-" + "9" * 5000, "randm-1-1"])
-def test_an_impossible_mix_is_rejected(mix: str) -> None:
+def test_an_invalid_mix_is_rejected(mix: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a mix: expected random-N-M"):
         Request(mix).script()

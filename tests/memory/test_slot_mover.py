@@ -41,7 +41,7 @@ def words(address: Any, count: Any) -> Any:
 
 
 class Device:
-    """Its plan kernel is the reference, on the arguments' addresses; its copies do nothing."""
+    """Runs the reference in place of the plan kernel, on the addresses it gets; copies nothing."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -164,7 +164,7 @@ def test_a_second_compaction_before_the_first_is_read(device: Device) -> None:
     assert not np.array_equal(first[0], second[0])
 
 
-def test_nothing_gained(device: Device) -> None:
+def test_a_full_layout_has_no_moves(device: Device) -> None:
     grid, rows, walls = request(0, 0)
     full = [BEGIN + SIZE * n for n in range(len(rows))]
     grid = grid._replace(num_buffers=len(full))

@@ -16,11 +16,8 @@ from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.bookkeeping.survey import Paging, measure, measure_slots
 from cukit.memory.slot_grid import MIN_GAIN, REQUEST, Grid, fits, make_grid, plan_slot_planner
 from tests.contract import to_device, to_host
+from tests.devices import kernels_only
 
-DEVICES = [
-    pytest.param("emulator", marks=pytest.mark.emulator),
-    pytest.param("gpu", marks=pytest.mark.gpu),
-]
 PAGE = 256 << 10
 BEGIN = 7 * PAGE
 MOVABLE, FREE, WALL = range(3)
@@ -48,7 +45,7 @@ def pages_in_use(address: np.ndarray, size: int) -> set[int]:  # type: ignore[ty
 def test_as_good_as_the_general_plan(
     pages: int, per_page: int, occupied: float, walls: float, seed: int, *, whole: bool
 ) -> None:
-    """As many pages become free by as many moves; no move writes where anything is."""
+    """As many pages become free by as many moves as planned in general; no move overwrites data."""
     length = PAGE // per_page
     rng = np.random.default_rng(seed)
     at = BEGIN + length * np.arange(pages * per_page)
@@ -178,7 +175,7 @@ def make_rows(
     return grid, rows, np.stack([wall_at, wall_size], axis=1)
 
 
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@kernels_only
 @pytest.mark.parametrize("per_page", [1, 4, 16, 64, 256])
 @pytest.mark.parametrize("walls", [0, 5])
 def test_the_kernel_matches_the_reference(device, rng, per_page, walls):
@@ -190,7 +187,7 @@ def test_the_kernel_matches_the_reference(device, rng, per_page, walls):
     assert moved > 0 or per_page == 1
 
 
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@kernels_only
 def test_more_rows_and_slots_than_threads(device, rng):
     """Every prefix sum takes several rounds; a wall covers thousands of slots."""
     grid, rows, walls = make_rows(rng, 32768, 4, 0.15, 3)
@@ -201,7 +198,7 @@ def test_more_rows_and_slots_than_threads(device, rng):
     assert check_kernel(device, grid, clear, walls) > 1000
 
 
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@kernels_only
 def test_the_kernel_rejects_what_the_reference_rejects(device, rng):
     grid, rows, walls = make_rows(rng, 160, 16, 0.5, 0)
     rows[rows.nonzero()[0][3]] += 512
@@ -237,7 +234,7 @@ def move_bytes(device: str, rng: np.random.Generator, blocks: int) -> None:
     np.testing.assert_array_equal(after[untouched], before[untouched])
 
 
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@kernels_only
 @pytest.mark.parametrize("blocks", [1, 7, 1000])
 def test_the_copies_follow_the_plan(device, rng, blocks):
     """With fewer blocks than tiles, and with more."""
@@ -254,7 +251,7 @@ def test_the_kernel_compiles(tmp_path, monkeypatch, arch):
 @pytest.mark.parametrize("per_page", [1, 4, 64])
 @pytest.mark.parametrize("occupied", [0.07, 0.5, 0.95, 1.0])
 def test_the_holes_of_a_grid(rng: np.random.Generator, per_page: int, occupied: float) -> None:
-    """As measured on the pieces between the buffers."""
+    """The same holes as those measured between the buffers."""
     grid, rows, _ = make_rows(rng, 320, per_page, occupied, 0)
     address = rows[rows > 0]
     sizes = np.full(len(address), grid.slot_bytes)

@@ -31,7 +31,7 @@ def test_soak(provider: Provider, limit: int, operations: int) -> None:
 
 @pytest.mark.parametrize("can_remap", [True, False])
 def test_soak_on_adjacent_reservations(*, can_remap: bool) -> None:
-    """As with cudaMalloc: buffers must not move across the boundary of two segments."""
+    """Adjacent reservations, as from cudaMalloc: no buffer may move across a boundary."""
     provider = SimulatedProvider(96 * MIB, page_bytes=2 * MIB, can_remap=can_remap)
     provider.adjacent_bytes = 192 * MIB
     soak = Soak(provider, 96 * MIB, seed=1)

@@ -62,7 +62,7 @@ def test_the_second_mapping_is_undone_when_the_page_is_needed() -> None:
     check_invariants(pool)
 
 
-def test_an_abandoned_pool_destroys_each_page_once() -> None:
+def test_an_unreferenced_pool_destroys_each_page_once() -> None:
     pool, provider, blocks = two_edges()
     pool.free(blocks[1])
     pool.free(blocks[3])

@@ -11,11 +11,11 @@ from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
 
 TENTH = PAGE // 20 // 512 * 2 * 512
-"""Nearly that part of a page: a multiple of 512."""
+"""Nearly a tenth of a page, and a multiple of 512."""
 
 
 def full_pool() -> tuple[MemoryPool, list[int]]:
-    """Ten pages; free are 2.1 pages between live blocks, and half of the last page."""
+    """Ten pages, of which 2.1 pages between live blocks and half of the last page are free."""
     pool = MemoryPool(
         MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)
     )

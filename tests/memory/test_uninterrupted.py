@@ -1,10 +1,10 @@
-"""Ctrl-C at any time is raised, and the pool stays consistent and usable."""
+"""Ctrl-C at any time raises KeyboardInterrupt, and the pool stays consistent and usable."""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -18,15 +18,9 @@ from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
 from tests.memory.test_failures import Tour, intact, slid_pool
 
+pytestmark = pytest.mark.usefixtures("default_sigint")
+
 T = TypeVar("T")
-
-
-@pytest.fixture(autouse=True)
-def _ctrl_c_is_heard() -> Iterator[None]:
-    """A process in the background of a shell is started with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 class InterruptedTour(Tour):
@@ -51,7 +45,7 @@ class InterruptedTour(Tour):
 @pytest.mark.parametrize("can_remap", [True, False])
 @pytest.mark.parametrize("how", ["signal", "raised"])
 def test_ctrl_c_in_every_driver_call(how: str, *, can_remap: bool, lagging: bool) -> None:
-    """As a signal, and as an exception raised by the call."""
+    """signal: SIGINT arrives during the call. raised: the call raises KeyboardInterrupt."""
     clean = InterruptedTour(can_remap=can_remap, lagging=lagging)
     clean.run()
     for number in range(len(clean.provider.calls)):
@@ -128,15 +122,15 @@ def test_an_interrupt_while_waiting_for_the_lock() -> None:
 
 
 def test_a_callback_can_be_interrupted() -> None:
-    """It is user code, so Ctrl-C works inside as usual."""
+    """on_out_of_memory is user code, so Ctrl-C interrupts it immediately."""
     reached = []
 
-    def ask(size: int) -> bool:
+    def refuse(size: int) -> bool:
         signal.raise_signal(signal.SIGINT)
         reached.append(size)
         return False
 
-    config = MemoryPoolConfig(max_pool_size=4 * PAGE, on_out_of_memory=ask)
+    config = MemoryPoolConfig(max_pool_size=4 * PAGE, on_out_of_memory=refuse)
     pool = MemoryPool(config, SimulatedProvider())
     with pytest.raises(KeyboardInterrupt):
         pool.allocate(8 * PAGE)
@@ -145,7 +139,7 @@ def test_a_callback_can_be_interrupted() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_nested_and_lifted_blocks() -> None:
+def test_nested_blocks_defer_and_interrupted_as_usual_does_not() -> None:
     done = []
 
     def nested() -> None:

@@ -134,7 +134,7 @@ class Arena:
         return span
 
     def _note_first(self, span: Span, start: int, size: int) -> None:
-        """Records for each page that this block is the first on whether the block is small."""
+        """For each page on which this block is the first, records whether the block is small."""
         page = self.page_bytes
         low = max(start // page, -(-span.address // page))
         high = min(-(-(start + size) // page), span.end // page)
@@ -144,7 +144,7 @@ class Arena:
             self._small_pages.difference_update(range(low, high))
 
     def page_saving_start(self, span: Span, size: int) -> int:
-        """Where in a free span a block starts when the pool is nearly full.
+        """The address at which a block starts in a free span when the pool is nearly full.
 
         A block of a page or more starts at the span's start, or so that it begins or ends at a page
         boundary. The start that takes the fewest wholly free pages is chosen, then the one that
@@ -258,7 +258,7 @@ class Arena:
         memory, including the old addresses of moved spans, becomes available to every stream.
 
         Args:
-            spans: all that are not free, and those free for a captured graph only.
+            spans: all spans except the free ones; free spans of a captured graph are included.
             address: of each span.
             size: of each span.
         """
@@ -307,7 +307,7 @@ class Arena:
     # Streams ----------------------------------------------------------------------------------
 
     def flush(self, state: StreamState, least: int = 0) -> None:
-        """Merges the CACHED spans of at least `least` bytes."""
+        """Makes the CACHED spans of at least `least` bytes FREE, and merges them."""
         waiting = [state.bins.pop(size) for size in list(state.bins) if size >= least]
         for span in (span for spans in waiting for span in spans):
             if span.epoch <= state.done:

@@ -72,3 +72,6 @@ class Event(NamedTuple):
     stream: Hashable
     thread: int
     call_site: tuple[Frame, ...]
+    moved: int | None = None
+    """Of memory that a defragmentation moves: the next address for `free` and `free_completed`, the
+    previous one for `alloc`; else None."""

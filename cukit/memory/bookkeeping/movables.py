@@ -6,8 +6,8 @@ again when the rows are next read.
 
 A defragmentation packs all buffers that have a row: a group of adjacent buffers becomes one PACKED
 span, the rows are the only record of the buffers' addresses, and no Python object of a buffer is
-touched. When a buffer of a group is pinned, freed or reported, all buffers of the group get
-their own spans back (`unpack`).
+touched. When a buffer of a group is pinned, freed or looked up by its address, all buffers of
+the group get their own spans back (`unpack`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Movables:
         self._groups: list[Span | None] = []
         """The PACKED spans; None: unpacked. The last entry stands for rows that were empty."""
         self._packed_rows = self._first = np.empty(0, np.int64)
-        """The rows that the last defragmentation packed, in address order; where the rows of each
-        group begin in that list."""
+        """_packed_rows: the rows that the last defragmentation packed, in address order. _first:
+        the index in _packed_rows at which each group begins, and the number of rows."""
         self._group_of: Ints | None = None
         """The group by row, once a buffer is unpacked."""
         self._empty: list[int] = []
@@ -173,7 +173,7 @@ class Movables:
                 self._unpack(groups[row])
 
     def _groups_by_row(self) -> Ints:
-        """The group of each row; one without buffers for rows that were not packed."""
+        """The group of each row; for rows that were not packed, the last entry of `_groups`."""
         number = np.arange(len(self._first) - 1).repeat(np.diff(self._first))
         rows = self._packed_rows
         groups = np.full(int(rows.max(initial=-1)) + 1, len(self._groups) - 1)
@@ -209,7 +209,7 @@ class Movables:
         self.num_packed -= len(rows)
 
     def unpack_at(self, address: object) -> None:
-        """Gives the buffer that contains an address its own span."""
+        """Unpacks the group that contains an address."""
         if not self.num_packed or not isinstance(address, int):
             return
         for number, group in enumerate(self._groups):

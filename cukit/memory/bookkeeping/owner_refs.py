@@ -5,8 +5,8 @@ bytecode, KeyboardInterrupt is raised where it cannot propagate, and the free ne
 callback of an OwnerRef is `deque.append`, which runs no bytecode.
 
 Popping a reference from a queue is atomic and makes the caller the block's only owner, so a block
-can pass from one owner to the next without the pool's lock (pool/cupy_allocator.py). Everything
-else drains the queues under the lock first.
+can pass from one owner to the next without the pool's lock (pool/cupy_allocator.py). All other
+operations of the pool first drain the queues under the lock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 MAX_QUEUES = 128
-"""Per stream and size. Every miss scans all of them; further sizes share the common queue."""
+"""The most queues that each serve one stream and size. Every miss scans all of them, so further
+sizes share the common queue."""
 
 
 class OwnerRef(weakref.ref[Any]):

@@ -3,8 +3,8 @@
 Pages are chosen as in compaction.py: those with anything unmovable stay in use, then the fullest,
 until all buffers fit; the buffers on other pages move into free slots of the chosen pages. With
 equal sizes any free slot is as good as any other, so nothing is sorted by address and no hole is
-searched. A few passes over bit masks compute the plan; a GPU does so without the host
-(kernels_cu/memory/plan_slots.cu), and the copies start immediately.
+searched for: a few passes over boolean arrays compute the plan. kernels_cu/memory/plan_slots.cu
+computes the same plan on the GPU, so that the copies start without a round trip to the host.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan
 
 
 def _covered(number: int, at: Ints, size: Ints, length: int) -> Flags:
-    """Which of the slots any of these spans touches."""
+    """For each slot, whether any of these spans overlaps it."""
     change = np.zeros(number + 1, np.int64)
     first, last = at // length, -(-(at + size) // length)
     inside = first < number

@@ -33,6 +33,7 @@ PUBLIC_STATE: tuple[BlockState, ...] = (
     "unmapped",
     "live",
 )
+"""The public name of each state except GONE."""
 
 NO_ROW = -1
 
@@ -104,7 +105,8 @@ class Span:
         )
 
     def split(self, size: int) -> Span:
-        """Keeps the first `size` bytes; returns the rest as a new span with the same attributes."""
+        """Keeps the first `size` bytes; returns the rest as a new span with the same state, stream
+        and epoch."""
         rest = Span(self.address + size, self.size - size, self.state)
         rest.stream, rest.epoch = self.stream, self.epoch
         rest.prev, rest.next = self, self.next
@@ -138,7 +140,7 @@ class Holder:
 
     While the buffer is packed, the span is outdated: it is part of no range (Movables.unpack).
 
-    It holds no reference to the pool, which would otherwise never be collected.
+    A Holder has no reference to the pool, which would otherwise never be collected.
     """
 
     __slots__ = ("closed", "note", "owner_ref", "pins", "released", "row", "span")
@@ -148,7 +150,7 @@ class Holder:
         self.note = note
         """Movables.note: called after the last pin is removed."""
         self.row = NO_ROW
-        """The buffer's row in Movables."""
+        """The buffer's row in Movables, or NO_ROW."""
         self.pins: list[object] = []
         """USER, PERMANENT, an object per `pinned()`, a PinRef per array."""
         self.owner_ref: BufferRef | None = None
@@ -169,7 +171,8 @@ class Holder:
         return self.closed and self.close()
 
     def close(self) -> bool:
-        """Returns whether the memory is to be freed now; if not, the last unpin frees it."""
+        """Marks the buffer as closed; returns whether the memory is to be freed now. While pins
+        remain, it is not: the last `unpin` then returns True."""
         self.closed = True
         now = not self.pins and not self.released
         self.released |= now

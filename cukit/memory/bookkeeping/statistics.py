@@ -18,7 +18,8 @@ class StreamStatistics:
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """A pool at one moment. Sizes are in bytes; peaks and counts are those of the scope."""
+    """A pool at one moment. Sizes are in bytes. Peaks and counts are those of the innermost open
+    `MemoryPool.scope`; outside of any, those since the pool was created."""
 
     live_bytes: int
     requested_bytes: int

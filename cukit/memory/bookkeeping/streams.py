@@ -75,7 +75,7 @@ class StreamState:
         self.mark_from = NEVER
         """Frees of at least this many bytes are marked immediately."""
         self.private = isinstance(key, CaptureKey)
-        """Memory of a captured graph, which other streams never get: launches reuse it."""
+        """Memory of a captured graph; never given to other streams, since every launch uses it."""
 
 
 class Streams:
@@ -128,7 +128,7 @@ class Streams:
         state.epoch += 1
         state.dirty = False
         if len(state.marks) > MAX_MARKS:
-            # A later event also covers the earlier epochs, so drop every second one.
+            # A later event also covers the earlier epochs, so every second event is dropped.
             kept = list(state.marks)
             for _, dropped in kept[:-1:2]:
                 self._provider.discard(dropped)
@@ -165,7 +165,7 @@ class Streams:
                 self._reached(state)
 
     def order_behind(self, waiting: Hashable, state: StreamState, epoch: int) -> None:
-        """Makes the stream `waiting` wait for what another stream freed in `epoch`."""
+        """Makes the stream `waiting` wait until memory that `state` freed in `epoch` is unused."""
         if epoch <= state.done:
             return
         if epoch >= state.epoch:

@@ -97,13 +97,13 @@ _FAMILY = "_family_of_install"
 
 
 def siblings_of(pool: P) -> dict[int, P]:
-    """By device: the pool itself, and those created for other GPUs."""
+    """Device ID -> pool: `pool` itself, and the pools created for other GPUs."""
     family = vars(pool).get(_FAMILY)
     return dict(family.pools) if family else {pool.provider.device_id: pool}
 
 
 class _Family(Generic[P]):
-    """A pool and its siblings on other GPUs."""
+    """An allocator for all GPUs: a pool and its siblings, which are created on first use."""
 
     def __init__(self, pool: P) -> None:
         self.pools = {pool.provider.device_id: pool}

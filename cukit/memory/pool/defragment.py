@@ -34,7 +34,7 @@ from cukit.memory.providers.provider import Provider
 from cukit.memory.slot_grid import Grid
 
 ALL = 1 << 62
-
+"""More pages than a pool can have."""
 
 _NO_EVENT = object()
 
@@ -91,11 +91,11 @@ class Defragmenter:
         return UsedSpans.of(self._movables.columns(), fixed)
 
     def _fixed_spans(self) -> FixedSpans:
-        """The used spans that cannot move. The rows of Movables are the movable spans, until it is
+        """The used spans that cannot move. The movable ones are the rows of Movables until it is
         settled again.
 
-        No copy starts before this returns, and code that has not run for a while takes ten times
-        as long, so empty containers are skipped.
+        No copy starts before this function returns, and code that has not run for a while takes
+        ten times as long, so empty containers are skipped.
         """
         arena, live, movables = self._arena, self._live, self._movables
         movables.settle()
@@ -297,8 +297,8 @@ class Defragmenter:
     def _report(self, rows: Ints, plan: Plan) -> None:
         """Sends the moves to the listeners."""
         spans = [holder.span for holder in self._movables.holders(rows)]
-        for span, address in zip(spans, plan.source[plan.moved].tolist(), strict=True):
-            self._listeners.moved_away(span, address)
-        target = plan.target[plan.moved]
+        source, target = plan.source[plan.moved].tolist(), plan.target[plan.moved]
+        for span, before, after in zip(spans, source, target.tolist(), strict=True):
+            self._listeners.moved_away(span, before, after)
         for number in target.argsort().tolist():
-            self._listeners.moved_here(spans[number], int(target[number]))
+            self._listeners.moved_here(spans[number], int(target[number]), source[number])

@@ -94,20 +94,28 @@ class Listeners:
         if completed:
             span.call_site = ()
 
-    def moved_away(self, span: Span, address: int) -> None:
-        """Collects the events of a free, for a live span that moves away from an address."""
-        for action in ("free", "free_completed"):
-            self.emit(action, address, span.size, span.stream, span.call_site)
+    def moved_away(self, span: Span, address: int, after: int) -> None:
+        """Collects the events of a free, for a live span that moves to the address `after`."""
+        if self._listeners:
+            for action in ("free", "free_completed"):
+                self._note(action, address, span.size, span.stream, span.call_site, after)
 
-    def moved_here(self, span: Span, address: int) -> None:
-        """Collects the event of an allocation, for a live span at its new address."""
-        self.emit("alloc", address, span.size, span.stream, span.call_site)
+    def moved_here(self, span: Span, address: int, before: int) -> None:
+        """Collects the event of an allocation, for a live span that moved from address `before`."""
+        if self._listeners:
+            self._note("alloc", address, span.size, span.stream, span.call_site, before)
 
     def _note(
-        self, action: Action, address: int, size: int, stream: Hashable, site: tuple[Frame, ...]
+        self,
+        action: Action,
+        address: int,
+        size: int,
+        stream: Hashable,
+        site: tuple[Frame, ...],
+        moved: int | None = None,
     ) -> None:
-        thread = threading.get_ident()
-        self._events.append(Event(time.perf_counter(), action, address, size, stream, thread, site))
+        now, thread = time.perf_counter(), threading.get_ident()
+        self._events.append(Event(now, action, address, size, stream, thread, site, moved))
 
     def deliver(self) -> None:
         """Calls all listeners for all collected events."""

@@ -86,7 +86,7 @@ class Pager:
         self.large_mapped: dict[int, tuple[Any, ...]] = {}
         """Mapped large pages by address: the pages of each."""
         self._large_starts: list[int] = []
-        """Their addresses, ascending."""
+        """The addresses of `large_mapped`, ascending."""
         self.large_pages = provider.large_pages if self._remaps else 1
         self.large_from = MANY_LARGE * self.large_pages
         """Requests of this many pages or more get large ones."""
@@ -102,7 +102,7 @@ class Pager:
         return len(self.spare) + len(self.large_spare) * self.large_pages
 
     def paging(self) -> Paging:
-        """How memory is mapped, for measuring what remapping can gather."""
+        """How memory is mapped, for computing the holes that remapping can create."""
         firsts = np.array(self._large_starts, np.int64)
         spare = self.num_spare * self.page_bytes
         return Paging(self.page_bytes, spare, self._remaps, self.large_pages, firsts)
@@ -322,7 +322,8 @@ class Pager:
             self.unmap(run)
         if not self.make_ready(pages):
             place = place._replace(pages=self.num_spare)
-        self._map(place, None)
+        if place.pages:  # another process may have taken all of the memory
+            self._map(place, None)
         return sum(run.pages for run in runs)
 
     def trim(self) -> int:

@@ -58,4 +58,4 @@ class CudaMalloc(CudaDevice):
 
 
 def _no_pages() -> UnsupportedDeviceError:
-    return UnsupportedDeviceError("memory of cudaMalloc cannot be remapped")
+    return UnsupportedDeviceError("memory from cudaMalloc cannot be remapped")

@@ -83,7 +83,7 @@ class VirtualPages:
         refused, refused_large = self._release_all(single), self._release_all(large)
         count = len(refused) + len(refused_large)
         if count and count == len(single) + len(large):
-            raise DriverError(f"the driver failed to release all of {len(pages)} pages")
+            raise DriverError(f"the driver released none of {len(pages)} pages")
         self._kept += refused
         self._kept_large += refused_large
 
@@ -129,7 +129,8 @@ LARGE_BYTES = 32 << 20
 """Size of a large page: 1 GiB takes 32 of them, about 2 ms of driver calls."""
 
 MIN_PAGES = 4
-"""Fewer single pages take less time to map than one large page takes to create."""
+"""A large page has at least this many pages: with fewer, releasing them and creating the large page
+takes as long as mapping them one by one."""
 
 
 def choose_large_pages(page_bytes: int) -> int:

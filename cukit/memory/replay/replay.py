@@ -29,8 +29,8 @@ class ReplayPool(Protocol):
 
     @property
     def growth_ns(self) -> int:
-        """A shorter allocation cannot have taken memory from the device, so `reserved_bytes` is not
-        called after it. 0 if that call costs nothing."""
+        """Lower bound, in ns, on the host time of an allocation that takes memory from the device.
+        `replay` calls `reserved_bytes` only after allocations that take at least this long."""
         ...
 
     def allocate(self, size: int, stream: int) -> int:
@@ -128,11 +128,11 @@ class Latency:
             return cls(0.0, 0.0, 0.0, 0.0, 0)
         ordered = sorted(nanoseconds)
         last = len(ordered) - 1
-        low, middle, high, highest = (
+        q1, median, q3, p99 = (
             ordered[round(share * last)] / 1e3 for share in (0.25, 0.5, 0.75, 0.99)
         )
         mean = sum(ordered) / len(ordered) / 1e3
-        return cls(mean, middle, highest, high - low, len(ordered))
+        return cls(mean, median, p99, q3 - q1, len(ordered))
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class ReplayResult:
     """Sum of the sizes in the log, up to the end of the replay."""
     peak_reserved_bytes: int
     fragmentation: float
-    """1 - live / reserved when the pool last took memory from the device: the share of its memory
-    that it could not use."""
+    """1 - live / reserved when reserved memory last reached a new maximum: the share of the pool's
+    memory that the pool could not use."""
     allocate: Latency
     free: Latency
 
@@ -165,7 +165,8 @@ class ReplayResult:
 def replay(script: Script, pool: ReplayPool, *, name: str, limit: int | None) -> ReplayResult:
     """Runs a script on a pool, which is empty before and after.
 
-    The garbage collector is disabled meanwhile, so its pauses do not count.
+    limit: the bytes that the pool may reserve; `replay` does not enforce it, but checks the peak.
+    The garbage collector is disabled during the replay, so its pauses do not count.
     """
     collecting = gc.isenabled()
     gc.disable()
