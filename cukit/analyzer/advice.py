@@ -212,8 +212,8 @@ def _width_gain(operation: str, bits: int, accesses: Sequence[AccessPoint]) -> s
     if operation == "load" and bits in rates and WIDE_BITS in rates:
         gain = max(1.0, rates[WIDE_BITS] / rates[bits])
         return (
-            f"at most {gain:.2f}x: the access probe reads {rates[bits]:.0f} GB/s by {bits} bits, "
-            f"{rates[WIDE_BITS]:.0f} by {WIDE_BITS}"
+            f"at most {gain:.2f}x: the access probe reads {rates[bits]:.0f} GB/s with "
+            f"{bits}-bit loads, {rates[WIDE_BITS]:.0f} with {WIDE_BITS}-bit loads"
         )
     return f"{fewer}; the time shrinks only if they are the limit"
 

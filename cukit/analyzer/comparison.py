@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cukit.analyzer.results import OURS
 from cukit.analyzer.statistics import (
     TOLERANCE,
     Difference,
@@ -21,8 +22,6 @@ from cukit.analyzer.statistics import (
 )
 from cukit.analyzer.timing import EnqueueTimer, GpuTimer, HostTimer
 from cukit.errors import DataError
-
-OURS = "cukit"
 
 HOST_TIMERS = (EnqueueTimer.name, HostTimer.name)
 HOST_TOLERANCE = 0.1

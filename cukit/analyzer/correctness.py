@@ -11,10 +11,11 @@ from cukit.core.device import gpu_available, require_cupy
 
 
 def relative_error(outputs: Any, expected: Any) -> float:
-    """Largest ||out - expected|| / ||expected|| over all outputs; infinite if they do not match.
+    """Largest ||out - expected|| / ||expected|| over all outputs.
 
     Either side is an array, a torch tensor or a sequence of them. A `None` on either side marks an
-    output that this side does not have; it is not compared. Missing trailing outputs are an error.
+    output that this side does not have; it is not compared. The result is infinite if the numbers
+    of outputs or their shapes differ, if no output can be compared, or if an error is NaN.
     """
     ours, theirs = _sequence(outputs), _sequence(expected)
     if len(ours) != len(theirs):

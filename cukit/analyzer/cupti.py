@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cukit.analyzer.schema import Dim3
 from cukit.core.device import require_cupy
 from cukit.errors import CukitError, MissingDependencyError
-
-Triple = tuple[int, int, int]
 
 _CONCURRENT_KERNEL = 10
 _SUCCESS = 0
@@ -66,8 +65,8 @@ class KernelRecord:
     """One kernel that ran."""
 
     name: str
-    grid: Triple
-    block: Triple
+    grid: Dim3
+    block: Dim3
     registers: int
     """Per thread, as allocated by the hardware: rounded up to 8."""
     static_shared_bytes: int

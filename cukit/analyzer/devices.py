@@ -1,11 +1,13 @@
-"""GPUs for which kernels can be analysed without a GPU: one per architecture since Volta.
+"""Devices for analysing kernels without a GPU, and the theoretical peak rates of GPUs.
 
 `cukit.core.device.TYPICAL_DEVICES` are the GPUs that cukit's own kernels are compiled for. Users'
-kernels may target older or smaller ones, so this table has more of them, with datasheet figures.
+kernels may target older or smaller ones, so ANALYSIS_DEVICES has one GPU per architecture since
+Volta.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -37,7 +39,7 @@ ANALYSIS_DEVICES: Mapping[str, Device] = MappingProxyType(
 
 
 def analysis_device(arch: str) -> Device:
-    """The device that represents `arch` (`"sm_90"`, `"sm_90a"`). Raises ConfigError for others."""
+    """The device that represents `arch` (`"sm_90"`, `"sm_90a"`). ConfigError if unknown."""
     major, minor = parse_arch(arch)
     try:
         return ANALYSIS_DEVICES[f"sm_{major}{minor}"]
@@ -48,15 +50,15 @@ def analysis_device(arch: str) -> Device:
 
 @dataclass(frozen=True)
 class Datasheet:
-    """The datasheet's figures for one GPU, and the boost clocks that they assume."""
+    """One GPU's memory bandwidth, and the boost clocks that its datasheet's peak rates assume."""
 
     gbps: float
     tensor_clock_mhz: float
     vector_clock_mhz: float
-    """The clock for the plain float32 figure; some datasheets use another one for it."""
+    """The clock of the float32 rate without tensor cores; it differs in some datasheets."""
 
 
-# The keys are parts of GPU names; the longest match counts.
+# The keys are substrings of GPU names; of several matches, the longest is used.
 _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {
         "V100-SXM2": Datasheet(900, 1530, 1530),
@@ -76,20 +78,21 @@ _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
 # Dense floating-point (or int8) operations per clock and SM, with float32 accumulation. A
 # multiply-add counts as two.
 _VECTOR_FP32 = {(7, 0): 128, (7, 2): 128, (7, 5): 128, (8, 0): 128}
-_FP32_SINCE_AMPERE = 256
+_VECTOR_FP32_SINCE_SM_86 = 256
 _TENSOR_HALF = {(7, 0): 1024, (7, 2): 1024, (7, 5): 1024, (8, 0): 2048, (8, 6): 512, (8, 7): 1024}
 _TENSOR_HALF |= {(8, 9): 512, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0): 512}
 
 
 def datasheet(gpu: str) -> Datasheet | None:
     """The datasheet of a GPU with this name, or None if it is not in the table."""
-    found = [name for name in _DATASHEETS if name in gpu]
+    others = "Ti|SUPER|D|Laptop|Max-Q"  # other GPUs, whose names begin alike
+    found = [n for n in _DATASHEETS if re.search(rf"\bG?{n}\b(?! ?({others})\b)", gpu)]
     return _DATASHEETS[max(found, key=len)] if found else None
 
 
 def operations_per_clock(compute_capability: tuple[int, int]) -> dict[str, int]:
     """Operations per clock of one SM, for each pipe that the architecture has."""
-    rates = {"fp32": _VECTOR_FP32.get(compute_capability, _FP32_SINCE_AMPERE)}
+    rates = {"fp32": _VECTOR_FP32.get(compute_capability, _VECTOR_FP32_SINCE_SM_86)}
     half = _TENSOR_HALF.get(compute_capability)
     if half is None:
         return rates
@@ -108,7 +111,8 @@ def operations_per_clock(compute_capability: tuple[int, int]) -> dict[str, int]:
 def ceilings(device: Device, memory_gbps: float | None = None) -> Ceilings:
     """The theoretical ceilings of `device`.
 
-    memory_gbps: computed from the GPU's memory clock and bus width; used without a datasheet.
+    memory_gbps: computed from the GPU's memory clock and bus width; used for a GPU without a
+        :class:`Datasheet`.
     """
     sheet = datasheet(device.name)
     per_mhz = {

@@ -6,12 +6,13 @@ compile) are reported here, with the reason, before anything runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cukit.analyzer.occupancy import MAX_THREADS_PER_BLOCK, occupancy
-from cukit.analyzer.schema import LaunchAnalysis, Resources
+from cukit.analyzer.schema import Dim3, LaunchAnalysis, Resources
 from cukit.analyzer.static import StaticKernel, UnrepeatableError, inspect, launch_of_loaded
 from cukit.core.compiler import KernelSpec, compile_kernel
 from cukit.core.cubin import kernel_code
@@ -19,8 +20,8 @@ from cukit.core.device import Device, cupy_module
 from cukit.core.kernel import Kernel
 from cukit.errors import ConfigError, LaunchError
 
-Triple = tuple[int, int, int]
-
+MAX_BLOCK_DEPTH = 64
+"""The largest extent of a block along z."""
 DEFAULT_SHARED_BYTES = 48 * 1024
 """More dynamic shared memory than this needs an opt-in."""
 
@@ -55,9 +56,9 @@ def invocation(
     for a launch that `device` would reject.
     """
     if isinstance(kernel, KernelSpec):
-        return _from_spec(kernel, device, _triple(grid, "grid"))
+        return _from_spec(kernel, device, _dim3(grid, "grid"))
     if isinstance(kernel, Kernel):
-        return _from_kernel(kernel, device, _triple(grid, "grid"), args, runnable=runnable)
+        return _from_kernel(kernel, device, _dim3(grid, "grid"), args, runnable=runnable)
     if _is_raw(kernel) or not callable(kernel):
         return _from_raw(kernel, device, grid, block, args, shared_bytes, name, runnable=runnable)
     if grid is not None or block is not None:
@@ -82,7 +83,7 @@ def _name_of(function: Any) -> str:
     return str(found or type(function).__name__)
 
 
-def _from_spec(spec: KernelSpec, device: Device, grid: Triple | None) -> Invocation:
+def _from_spec(spec: KernelSpec, device: Device, grid: Dim3 | None) -> Invocation:
     compiled = compile_kernel(spec, device.compile_arch)
     cubin = compiled.path.read_bytes()
     static = StaticKernel(compiled.info, kernel_code(cubin, spec.entry), spills_known=True)
@@ -91,7 +92,7 @@ def _from_spec(spec: KernelSpec, device: Device, grid: Triple | None) -> Invocat
 
 
 def _from_kernel(
-    kernel: Kernel, device: Device, grid: Triple | None, args: tuple[Any, ...], *, runnable: bool
+    kernel: Kernel, device: Device, grid: Dim3 | None, args: tuple[Any, ...], *, runnable: bool
 ) -> Invocation:
     described = _from_spec(kernel.compiled.spec, device, grid)
     call = (lambda: kernel(grid, args)) if runnable and grid is not None else None
@@ -110,7 +111,7 @@ def _from_raw(
     runnable: bool,
 ) -> Invocation:
     cupy = cupy_module()
-    threads, blocks = _triple(block, "block"), _triple(grid, "grid")
+    threads, blocks = _dim3(block, "block"), _dim3(grid, "grid")
     if threads is None:
         raise ConfigError("analyze: a raw kernel needs its block: pass block=...")
     try:
@@ -135,10 +136,8 @@ def _from_raw(
     return Invocation(name or launch.name, "raw kernel", launch, call)
 
 
-def _loaded(
-    raw: Any, device: Device, grid: Triple, block: Triple, shared_bytes: int
-) -> LaunchAnalysis:
-    """A kernel compiled by CuPy itself, with the driver's figures."""
+def _loaded(raw: Any, device: Device, grid: Dim3, block: Dim3, shared_bytes: int) -> LaunchAnalysis:
+    """The launch of a kernel that CuPy compiled, with the driver's figures."""
     resources = Resources(
         registers=raw.num_regs,
         static_shared_bytes=raw.shared_size_bytes,
@@ -152,12 +151,16 @@ def _loaded(
     return launch_of_loaded(device, raw.name, grid, block, resources)
 
 
-def check_launch(static: StaticKernel, device: Device, block: Triple, shared_bytes: int) -> None:
+def check_launch(static: StaticKernel, device: Device, block: Dim3, shared_bytes: int) -> None:
     """Raises LaunchError, which names the limit, for a block that `device` cannot run."""
     info, threads = static.info, block[0] * block[1] * block[2]
     if threads > MAX_THREADS_PER_BLOCK:
         raise LaunchError(
             f"{info.entry}: {threads} threads per block, the limit is {MAX_THREADS_PER_BLOCK}"
+        )
+    if block[2] > MAX_BLOCK_DEPTH:
+        raise LaunchError(
+            f"{info.entry}: a block extends {block[2]} along z, the limit is {MAX_BLOCK_DEPTH}"
         )
     if info.max_threads_per_block is not None and threads > info.max_threads_per_block:
         raise LaunchError(
@@ -178,12 +181,17 @@ def check_launch(static: StaticKernel, device: Device, block: Triple, shared_byt
         )
 
 
-def _triple(extent: Any, what: str) -> Triple | None:
-    """One to three positive numbers, as three."""
+def _dim3(extent: Any, what: str) -> Dim3 | None:
+    """One to three positive integers, as three."""
     if extent is None:
         return None
-    values = (extent,) if isinstance(extent, int) else tuple(extent)
-    if not 1 <= len(values) <= 3 or any(int(value) < 1 for value in values):
-        raise ConfigError(f"analyze: {what} takes one to three positive numbers, got {extent!r}")
-    x, y, z = (*(int(value) for value in values), 1, 1)[:3]
+    try:
+        values = [
+            operator.index(e) for e in (extent if isinstance(extent, Iterable) else (extent,))
+        ]
+    except TypeError:
+        values = []
+    if not 1 <= len(values) <= 3 or min(values) < 1:
+        raise ConfigError(f"analyze: {what} takes one to three positive integers, got {extent!r}")
+    x, y, z = (*values, 1, 1)[:3]
     return x, y, z

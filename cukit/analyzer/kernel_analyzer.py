@@ -39,7 +39,7 @@ from cukit.analyzer.schema import (
 )
 from cukit.analyzer.static import launch_of_loaded
 from cukit.analyzer.statistics import summarize
-from cukit.analyzer.timing import GpuTimer, GraphTimer, PeakMemory, Timer, measure
+from cukit.analyzer.timing import GpuTimer, GraphTimer, PeakMemory, Timer, measure, not_capturable
 from cukit.core.device import Device, current_device, gpu_available, require_cupy
 from cukit.errors import CompileError, CukitError, LaunchError, UnsupportedDeviceError
 
@@ -356,4 +356,4 @@ def _replayed(call: Callable[[], object]) -> TimeStatistics:
     try:
         return _statistics(call, GraphTimer(), "warm")
     except Exception as error:  # anything that is not allowed during capture
-        raise CukitError(f"not capturable: {str(error).partition(chr(10))[0]}") from error
+        raise not_capturable(error) from error

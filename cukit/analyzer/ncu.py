@@ -1,7 +1,7 @@
 """Hardware counters from Nsight Compute: run as a subprocess, or imported from its files.
 
-Counters need a permission that many rented GPUs do not grant. Without it there are no counters, and
-the reason given is ncu's own message.
+Reading counters needs a permission that many rented machines do not grant. Without the permission,
+:func:`run_ncu` raises an error with ncu's own message.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import shutil
 import subprocess
 import tempfile
@@ -18,13 +19,14 @@ from pathlib import Path
 from cukit.analyzer.schema import Counters
 from cukit.errors import CukitError, DataError, MissingDependencyError
 
+_INSTALLED = Path("/opt/nvidia")
 _STALL = "smsp__average_warps_issue_stalled_"
 _STALL_END = "_per_issue_active.ratio"
 
 _PER_REQUEST = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_{}.ratio"
 _SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_{}.sum"
 _REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_{}.sum"
-"""Sectors over requests is the average that `ncu --set full` does not report."""
+"""Sectors divided by requests is the average that `ncu --set full` does not report."""
 
 METRICS = {
     "achieved_occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
@@ -38,7 +40,7 @@ METRICS = {
 }
 STALL_METRICS = f"regex:{_STALL}.*{_STALL_END.replace('.', '[.]')}"
 
-# Factors from ncu's units to ours: bytes, microseconds, fractions.
+# Factors from ncu's units to bytes, microseconds and fractions.
 _UNITS = {
     "%": 0.01,
     "byte": 1.0,
@@ -135,7 +137,7 @@ def parse_csv(text: str, source: str) -> dict[str, Counters]:
 
 
 def _launches(text: str, source: str) -> Rows:
-    """The metrics of every launch, in order."""
+    """The kernel name and metrics of every launch, in order."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
@@ -145,15 +147,19 @@ def _launches(text: str, source: str) -> Rows:
 
 
 def _find_ncu() -> str:
-    found = shutil.which("ncu") or next(
-        (str(path) for path in sorted(Path("/opt/nvidia").glob("nsight-compute/*/ncu"))), None
-    )
+    installed = (_INSTALLED / "nsight-compute").glob("*/ncu")
+    newest = max(installed, key=lambda path: _version(path.parent.name), default=None)
+    found = shutil.which("ncu") or newest
     if found is None:
         raise MissingDependencyError(
             "hardware counters need Nsight Compute (ncu), which was not found; it comes with the "
             "CUDA toolkit"
         )
-    return found
+    return str(found)
+
+
+def _version(name: str) -> list[int]:
+    return [int(part) for part in re.findall("[0-9]+", name)]
 
 
 def _raw(table: Sequence[Mapping[str, str]]) -> Rows:

@@ -23,7 +23,7 @@ ROUNDS = (1, 2, 4, 8, 16)
 """Lengths of the kernel: about 1.5 to 17 us."""
 
 EVENT_TICK_US = 0.032
-"""The resolution of event timestamps, and so of every measured time."""
+"""The resolution of event timestamps, and so of every time between two events."""
 
 
 @dataclass(frozen=True)

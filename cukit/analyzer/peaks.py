@@ -1,6 +1,6 @@
-"""The peak rate of a machine in each precision: the roofs of a benchmark's results. Pure.
+"""The peak rates of a machine in each precision, with which benchmark results are compared.
 
-Ceilings measured in the run come first; if there are none, the datasheet's are used.
+Peaks measured in the same run precede those of the datasheet. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def precision_of(dtype: str, case: str, impl: str = "") -> str | None:
 
 
 def peaks(environment: Mapping[str, Any]) -> dict[str, tuple[Peak, ...]]:
-    """Every known ceiling of each precision, the measured one first.
+    """Every known peak of each precision, the measured one first.
 
-    environment: from a results file. Precisions without a known ceiling are absent.
+    environment: from a results file. Precisions without a known peak are absent.
     """
     found = environment.get("ceilings") or {}
     measured: dict[str, float] = dict(found.get("measured_tflops") or {})
@@ -91,7 +91,8 @@ def floor_us(
 ) -> float | None:
     """A lower bound on the time: bytes over the measured bandwidth, FLOPs over the best known peak.
 
-    None if no bandwidth was measured, or if there are FLOPs and no peak is known for them.
+    None if no bandwidth was measured, if there are neither FLOPs nor bytes, or if there are FLOPs
+    and no peak is known for them.
     """
     copy_gbps = (environment.get("ceilings") or {}).get("copy_gbps")
     if not copy_gbps or not (flops or bytes_moved):

@@ -28,6 +28,9 @@ from cukit.errors import DataError
 
 Record = dict[str, Any]
 
+OURS = "cukit"
+"""The `impl` of cukit's own records."""
+
 CaseKey = tuple[str, str, str, str]
 """Family, op, case, dtype."""
 

@@ -25,6 +25,9 @@ from dataclasses import dataclass, field
 SCHEMA_VERSION = 1
 """Increased when a field is removed or changes its meaning, not for new fields with a default."""
 
+Dim3 = tuple[int, int, int]
+"""The extents of a grid or block: x, y, z."""
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -181,14 +184,15 @@ class LaunchAnalysis:
     """One kernel launch: its static properties, and its own time if it was traced."""
 
     name: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
+    grid: Dim3
+    block: Dim3
     resources: Resources | None
     occupancy: OccupancyAnalysis | None
     waves: Waves | None
     memory_access: MemoryAccess | None
     device_us: float | None = None
-    """Duration of this launch from CUPTI's activity records, with a cold L2; None without CUPTI."""
+    """Duration from CUPTI's activity records; None without CUPTI. L2 is cold, except in a traced
+    script."""
     instruction_mix: InstructionMix | None = None
 
 
@@ -299,7 +303,7 @@ class Counters:
     stall_reasons: Mapping[str, float] = field(default_factory=dict)
     """Average warps stalled per issue-active cycle, by reason."""
     raw: Mapping[str, float] = field(default_factory=dict)
-    """Every metric in the file, by ncu's name and in base units."""
+    """Every metric in the file, by ncu's name, in bytes, microseconds and fractions."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,11 @@ from typing import Any
 
 from cukit.analyzer.residency import analyze_occupancy, analyze_waves
 from cukit.analyzer.sass import instruction_mix, memory_access
-from cukit.analyzer.schema import LaunchAnalysis, Resources
+from cukit.analyzer.schema import Dim3, LaunchAnalysis, Resources
 from cukit.core.compiler import cuda_include_folder, nvrtc_version
 from cukit.core.cubin import CubinInfo, kernel_code, read_cubin
 from cukit.core.device import Device, require_cupy
 from cukit.errors import CompileError, ConfigError
-
-Triple = tuple[int, int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +33,6 @@ class KernelSource:
     options: tuple[str, ...] = ()
     name_expressions: tuple[str, ...] = ()
     cubin: bytes | None = None
-    log: str = ""
 
 
 def kernel_source(kernel: Any, name: str | None = None) -> KernelSource:
@@ -101,7 +98,7 @@ class StaticKernel:
     spills_known: bool
 
     def launch(
-        self, device: Device, grid: Triple | None, block: Triple, dynamic_shared_bytes: int
+        self, device: Device, grid: Dim3 | None, block: Dim3, dynamic_shared_bytes: int
     ) -> LaunchAnalysis:
         """The launch's resources and residency on `device`."""
         info = self.info
@@ -142,12 +139,12 @@ class StaticKernel:
 def launch_of_loaded(
     device: Device,
     name: str,
-    grid: Triple,
-    block: Triple,
+    grid: Dim3,
+    block: Dim3,
     resources: Resources,
     device_us: float | None = None,
 ) -> LaunchAnalysis:
-    """Residency of a kernel with known resources, from the driver, but unknown code."""
+    """Residency of a kernel whose resources the driver reports but whose code is unknown."""
     resident = analyze_occupancy(
         device,
         threads=block[0] * block[1] * block[2],
@@ -173,7 +170,7 @@ def inspect(kernel: Any, arch: str, name: str | None = None) -> StaticKernel:
     Raises CompileError with the compiler's log, MissingDependencyError without NVRTC.
     """
     source = kernel_source(kernel, name)
-    entry, cubin, log = source.entry, source.cubin, source.log
+    entry, cubin, log = source.entry, source.cubin, ""
     if cubin is None:
         entry, cubin, log = _compile(source, arch)
     info = read_cubin(cubin, entry, log)

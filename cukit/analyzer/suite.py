@@ -1,8 +1,8 @@
 """The built-in cases of `KernelBenchmark`: one function per op, a few lines each.
 
-A new case creates its arrays, names its op from the registry, and states the bytes and FLOPs of a
-call; `SUITE` lists it by name. The repository's own cases, with all their peers, are in
-`profiling/cases/`.
+A function passes to `_case` the name of a registered op, the shapes of its arguments, and the FLOPs
+and output elements of a call; `SUITE` lists the functions by name. The repository's own cases, with
+all their peers, are in `profiling/cases/`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Measures how long a call takes on the device, with several named clocks.
+"""Times calls on the device and on the host, and measures their peak memory.
 
-One sample of the main clock, CUDA events with a cold L2: overwrite a buffer several times the size
+One sample of the main timer, CUDA events with a cold L2: overwrite a buffer several times the size
 of L2, keep the stream busy while the host enqueues the call, start event, the call, stop event. The
-flush and the host's time are outside the timed window, so that a call of twenty small kernels is
-charged for its kernels and the gaps between them on the device, not for the Python code that
-launches them. Implementations under comparison run interleaved, with a short pause before each,
-because a GPU at its power limit lowers its clocks: without the pause an implementation would run at
-clocks that depend on the previous one.
+flush and the host's time are outside the timed window: the time of a call of twenty small kernels
+includes the kernels and the gaps between them on the device, but not the Python code that launches
+them. Implementations under comparison run interleaved, with a short pause before each, because a
+GPU at its power limit lowers its clocks: without the pause an implementation would run at clocks
+that depend on the previous one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Sampler = Callable[[], float]
 
 
 class Timer(Protocol):
-    """A clock for calls."""
+    """Takes samples of how long a call runs."""
 
     name: str
     """Its name in reports: "events", "graph replay", "wall", "host enqueue"."""
@@ -128,7 +128,7 @@ class GpuTimer:
 class GraphTimer:
     """Times replays of a CUDA graph that contains the call many times: the device alone, warm.
 
-    There is no event, spin or host launch between calls, so this is the clock for kernels of a few
+    There is no event, spin or host launch between calls, so this timer suits kernels of a few
     microseconds. The call must be capturable: no synchronisation, and no memory that the pool must
     first get from the driver. A call before each capture fills the pool.
     """
@@ -156,7 +156,7 @@ class GraphTimer:
         try:
             graph, calls = self._filled(call)
         except Exception as error:  # anything that is not allowed during capture
-            raise CukitError(f"not capturable: {str(error).partition(chr(10))[0]}") from error
+            raise not_capturable(error) from error
         return (lambda: graph.launch(self._cupy.cuda.get_current_stream())), calls
 
     def _filled(self, call: Call) -> tuple[Any, int]:
@@ -194,6 +194,11 @@ class GraphTimer:
         self._stop.synchronize()
         elapsed_ms = self._cupy.cuda.get_elapsed_time(self._start, self._stop)
         return float(elapsed_ms) * 1e3 / calls
+
+
+def not_capturable(error: Exception) -> CukitError:
+    """The error of a call that a CUDA graph cannot capture, from the error of the capture."""
+    return CukitError(f"not capturable: {str(error).partition(chr(10))[0]}")
 
 
 class HostTimer:
@@ -269,10 +274,10 @@ def measure(
 ) -> dict[str, Timing]:
     """Times all of `impls` (name -> call) in interleaved runs.
 
-    In each of `rounds`, every call pauses for `pause_s`, runs once untimed, and is then sampled for
-    about `budget_ms` of its own time: between `min_samples` and `max_samples` samples. Rounds are
-    added, up to `max_rounds`, as long as any call is noisy. Calls that are not noisy run in these
-    rounds, too, so that all are measured under the same conditions.
+    In each of `rounds`, and for each call in turn: a pause of `pause_s`, one untimed run, then
+    samples for about `budget_ms` of the call's own time, between `min_samples` and `max_samples` of
+    them. Rounds are added, up to `max_rounds`, as long as any call is noisy. Calls that are not
+    noisy run in these rounds, too, so that all are measured under the same conditions.
     """
     samplers = {name: timer.prepare(call) for name, call in impls.items()}
     counts: dict[str, int] = {}
@@ -295,7 +300,7 @@ def measure(
 
 
 class PeakMemory:
-    """Peak bytes allocated by CuPy's pool and torch's allocator within a `with` block.
+    """The sum of the peaks of CuPy's pool and of torch's allocator in a `with` block, in bytes.
 
     Memory in use on entry is not counted: the result is what a call needs in addition to its
     inputs. torch is queried only if the process has imported it.

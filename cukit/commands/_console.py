@@ -107,8 +107,3 @@ def _with_lines(results: Iterable[T], total: int, doing: str) -> Generator[T, No
 def _about(seconds: float) -> str:
     """`"about 40 s"`, `"about 3 min"`."""
     return f"about {seconds:.0f} s" if seconds < 100 else f"about {seconds / 60:.0f} min"
-
-
-def mebibytes(num_bytes: int) -> str:
-    """`"12.3 MiB"`."""
-    return f"{num_bytes / 2**20:.1f} MiB"

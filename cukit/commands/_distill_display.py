@@ -30,7 +30,7 @@ from cukit.memory import PoolStatistics
 REFRESH_SECONDS = 0.5
 """Time between updates of the loss. An update waits until the GPU has finished the step."""
 PLAIN_SECONDS = 15.0
-"""The same if the output is not a terminal, where lines are not overwritten."""
+"""Time between progress lines if the output is not a terminal."""
 
 
 class ProgressDisplay:

@@ -12,11 +12,13 @@ import numpy as np
 import typer
 
 from cukit.emulator.check import check_kernel
+from cukit.emulator.poison import poison
 from cukit.errors import CompileError, ConfigError, EmulatorError
 
 _ERRORS_FOUND = 1  # exit code
 _MAX_ELEMENTS = 1 << 28
 _FILLS = ("random", "zeros", "ones", "arange", "empty")
+_NULLS = ("null", "NULL", "nullptr")
 _NAMES = {
     "half": "float16", "float": "float32", "double": "float64", "char": "int8",
     "short": "int16", "int": "int32", "long": "int64", "uint": "uint32", "bf16": "bfloat16",
@@ -73,13 +75,15 @@ def check(
     2 if the kernel cannot be run.
     """
     rng = np.random.default_rng(0)
-    values = [argument(text, rng) for text in arg or []]
+    values = [argument("--arg", text, rng) for text in arg or []]
     constants = {}
     for text in constant or []:
         name, is_assignment, value = text.partition("=")
         if not is_assignment:
             raise ConfigError(f"--constant: expected name=dtype:shape[:fill], got {text!r}")
-        constants[name] = np.asarray(argument(value, rng))
+        if value in _NULLS:
+            raise ConfigError(f"--constant {text}: a variable has a value, got {value}")
+        constants[name] = np.asarray(argument(f"--constant {name}", value, rng))
     try:
         check_kernel(
             Path(source),
@@ -103,39 +107,36 @@ def check(
     print(f"{source}: no errors found")
 
 
-def argument(text: str, rng: np.random.Generator) -> Any:
-    """The value that one --arg describes. Raises ConfigError."""
-    if text in ("null", "NULL", "nullptr"):
+def argument(option: str, text: str, rng: np.random.Generator) -> Any:
+    """The value that `text` describes; `option` is where it was given. Raises ConfigError."""
+    given = f"{option} {text}"
+    if text in _NULLS:
         return None
     if text.endswith(".npy"):
         try:
             return np.load(text)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--arg {text}: {error}") from None
+        except (OSError, ValueError, EOFError) as error:
+            raise ConfigError(f"{given}: {error}") from None
     name, is_scalar, value = text.partition("=")
     if is_scalar:
-        dtype = _dtype(name, text)
+        dtype = _dtype(name, given)
         try:
-            number = complex(value) if dtype.kind == "c" else float(value)
-            exact = int(value, 0) if dtype.kind in "iub" else number
-            return np.array(exact).astype(dtype)[()] if dtype.kind == "V" else dtype.type(exact)
-        except (ValueError, OverflowError):
-            raise ConfigError(f"--arg {text}: {value!r} is not a valid {dtype}") from None
+            return _number(value, dtype)
+        except ValueError:
+            raise ConfigError(f"{given}: {value!r} is not a valid {dtype}") from None
     name, _, rest = text.partition(":")
-    dtype = _dtype(name, text)
+    dtype = _dtype(name, given)
     shape_text, _, fill = rest.partition(":")
     if not re.fullmatch("[0-9]{1,19}(x[0-9]{1,19}){0,31}", shape_text):
-        raise ConfigError(
-            f"--arg {text}: expected dtype:shape[:fill], dtype=value, a .npy file or null"
-        )
+        raise ConfigError(f"{given}: expected dtype:shape[:fill], dtype=value, a .npy file or null")
     shape = tuple(int(extent) for extent in shape_text.split("x"))
     if max(*shape, math.prod(shape)) > _MAX_ELEMENTS:
-        raise ConfigError(f"--arg {text}: at most {_MAX_ELEMENTS} elements")
-    return _filled(text, dtype, shape, fill or "random", rng)
+        raise ConfigError(f"{given}: at most {_MAX_ELEMENTS} elements")
+    return _filled(given, dtype, shape, fill or "random", rng)
 
 
 def _filled(
-    text: str, dtype: np.dtype[Any], shape: tuple[int, ...], fill: str, rng: np.random.Generator
+    given: str, dtype: np.dtype[Any], shape: tuple[int, ...], fill: str, rng: np.random.Generator
 ) -> np.ndarray[Any, Any]:
     """A filled array; "random" is standard normal for floats, 0 to 99 for integers."""
     if fill == "random":
@@ -144,20 +145,42 @@ def _filled(
         return rng.standard_normal(shape).astype(dtype)
     if fill == "arange":
         return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    if fill == "empty":  # all bits set, NaN for floats, so that unwritten elements stand out
+    if fill == "empty":
         array = np.empty(shape, dtype)
-        array.reshape(-1).view(np.uint8).fill(0xFF)
+        poison(array)
         return array
     try:
-        number = {"zeros": 0.0, "ones": 1.0}[fill] if fill in ("zeros", "ones") else float(fill)
+        number = _number({"zeros": "0", "ones": "1"}.get(fill, fill), dtype)
     except ValueError:
         raise ConfigError(
-            f"--arg {text}: unknown fill {fill!r}; expected {', '.join(_FILLS)} or a number"
+            f"{given}: {fill!r} is neither {', '.join(_FILLS)} nor a valid {dtype}"
         ) from None
-    return np.full(shape, number).astype(dtype)
+    return np.full(shape, number)
 
 
-def _dtype(name: str, text: str) -> np.dtype[Any]:
+def _number(text: str, dtype: np.dtype[Any]) -> Any:
+    """The scalar of `dtype` in `text`. Raises ValueError if there is none."""
+    import ml_dtypes
+
+    number: Any
+    if dtype.kind == "c":
+        number = complex(text)
+    elif dtype.kind == "f":
+        number = float(text)
+    else:
+        try:
+            limits = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
+        except ValueError:  # a narrow float, or bool
+            number = bool(int(text, 0)) if dtype.kind == "b" else float(text)
+        else:
+            number = int(text, 0)
+            if not limits.min <= number <= limits.max:
+                raise ValueError(text)
+    with np.errstate(over="ignore"):  # infinity
+        return np.array(number).astype(dtype)[()]
+
+
+def _dtype(name: str, given: str) -> np.dtype[Any]:
     import ml_dtypes
 
     name = _NAMES.get(name, name)
@@ -165,10 +188,10 @@ def _dtype(name: str, text: str) -> np.dtype[Any]:
     if re.fullmatch("[A-Za-z][A-Za-z0-9_]*", name):
         with suppress(TypeError, ValueError):
             dtype = np.dtype(name if extension is None else extension)
-            # The kind of ml_dtypes is "V", as that of structures.
+            # The dtypes of ml_dtypes have kind "V", as structures do.
             if dtype.kind in "biufcV" and dtype.type is not np.void:
                 return dtype
-    raise ConfigError(f"--arg {text}: unknown dtype {name!r}; for example float32, int32")
+    raise ConfigError(f"{given}: unknown dtype {name!r}; for example float32, int32")
 
 
 def extents_of(option: str, text: str) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from cukit.analyzer.comparison import OURS, CaseComparison, Comparison, compare_results, read_cases
+from cukit.analyzer.comparison import CaseComparison, Comparison, compare_results, read_cases
 from cukit.analyzer.json_file import read_json
+from cukit.analyzer.results import OURS
 from cukit.analyzer.statistics import TOLERANCE, Verdict
 from cukit.commands._console import print_json, stdout, table
 from cukit.errors import ConfigError, DataError

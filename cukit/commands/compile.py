@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from cukit.analyzer.occupancy import Occupancy, occupancy
 from cukit.analyzer.sass import instruction_mix, memory_access
@@ -109,7 +110,8 @@ def facts(
 
 
 def devices(arch: str | None) -> list[Device]:
-    """GPUs to plan for: those of `arch`, else this machine's, else one per default architecture."""
+    """GPUs to plan for: one per architecture in `arch`; without it, this machine's; without a GPU,
+    one per default architecture."""
     if arch is None:
         if gpu_available():
             return [current_device()]
@@ -199,8 +201,6 @@ COLUMNS = ("kernel", "variant", "arch", "threads", "registers", "spills", "share
 
 
 def _show(rows: Sequence[tuple[Variant, CompiledKernel]], errors: Mapping[Variant, str]) -> None:
-    from rich.markup import escape
-
     console = stdout()
     numbers = ("threads", "registers", "spills", "shared", "ms")
     report = table(*COLUMNS, "limited by", "ms", right=numbers)

@@ -153,7 +153,8 @@ def distill(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="On the CPU float32 or float64, on the GPU bfloat16.", rich_help_panel=_SIZES
+            help="On the CPU float32, float64 or bfloat16; on the GPU bfloat16.",
+            rich_help_panel=_SIZES,
         ),
     ] = None,
     checkpoint_every: Annotated[
@@ -276,7 +277,7 @@ def generate(
         raise ConfigError("--prompt: expected at least one character")
     if seed < 0:
         raise ConfigError(f"--seed: expected 0 or more, got {seed}")
-    # On the CPU, models that were trained in BF16 on a GPU run in FP32.
+    # On the CPU, models run in float32 whatever dtype they were trained in.
     model = load_model(path, namespace_for(place), dtype="float32" if place == "cpu" else None)
     if model.config.vocab_size != VOCAB_SIZE:
         raise DataError(f"{path}: its tokens are not bytes")

@@ -12,8 +12,10 @@ from shlex import quote
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from cukit.commands._console import mebibytes, print_json, stdout, table
+from cukit.analyzer.report.numbers import num_bytes
+from cukit.commands._console import print_json, stdout, table
 from cukit.core import backend
 from cukit.core.device import INSTALL_GPU_EXTRA
 from cukit.core.driver import Driver, find_driver
@@ -232,7 +234,7 @@ def _cache_finding() -> Finding:
             return Finding("kernel cache", Status.BROKEN, str(error), remedy)
     kernels = list(folder.glob("kernels/*.cubin"))
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    value = f"{folder}, {len(kernels)} kernels, {mebibytes(size)}"
+    value = f"{folder}, {len(kernels)} kernels, {num_bytes(size)}"
     nearest = folder
     while not nearest.exists():
         nearest = nearest.parent
@@ -290,8 +292,6 @@ MARKS = {
 
 
 def _show(findings: list[Finding]) -> None:
-    from rich.markup import escape
-
     console = stdout()
     report = table("", "", "found")
     report.show_header = False

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from cukit.commands._console import print_json, stdout, table
+from cukit.core.arrays import FLOAT_DTYPES
 from cukit.core.device import Device, current_device, gpu_available, typical_device
 from cukit.registry import Op, ops
 
@@ -58,13 +59,10 @@ def describe(op: Op) -> Row:
 
 
 def _dtypes(op: Op) -> tuple[str, ...]:
-    """Element types that the op's kernels are compiled for."""
-    specs = op.specs(typical_device(op.support.minimum_arch))
-    return tuple(
-        dict.fromkeys(
-            str(value) for spec in specs for name, value in spec.defines if name == "DTYPE"
-        )
-    )
+    """Element types of the op's kernels."""
+    specs = (spec for arch in ("sm_80", "sm_90") for spec in op.specs(typical_device(arch)))
+    found = {str(value) for spec in specs for name, value in spec.defines if name == "DTYPE"}
+    return tuple(dtype.name for dtype in FLOAT_DTYPES if dtype.name in found)
 
 
 def _here(op: Op, device: Device | None) -> str:

@@ -43,16 +43,18 @@ def test_loads_have_the_requested_width(width: int) -> None:
     from cukit.core.compiler import compile_kernel
 
     compiled = compile_kernel(probe_spec(width), "sm_90a")
-    launch = inspect(compiled.path, "sm_90", "access_probe").launch(
-        typical_device("sm_90"), None, (THREADS, 1, 1), 0
+    access = (
+        inspect(compiled.path, "sm_90", "access_probe")
+        .launch(typical_device("sm_90"), None, (THREADS, 1, 1), 0)
+        .memory_access
     )
-    assert launch.memory_access is not None
-    loads = {w.bits: w.instructions for w in launch.memory_access.widths if w.operation == "load"}
+    assert access is not None
+    loads = {w.bits: w.instructions for w in access.widths if w.operation == "load"}
     assert set(loads) == {8 * width}
-    assert loads[8 * width] >= 8, "enough in flight to fill the memory"
+    assert loads[8 * width] >= 8, "too few loads in flight to saturate the memory bandwidth"
 
 
-def test_sector_fractions() -> None:
+def test_sector_fraction_is_the_used_part_of_loaded_sectors() -> None:
     assert sector_fraction(4, 1) == 1
     assert sector_fraction(4, 2) == 0.5
     assert sector_fraction(4, 32) == 4 / 32
@@ -63,7 +65,7 @@ def test_sector_fractions() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.timing
-def test_the_table_of_this_gpu() -> None:
+def test_efficiencies_of_this_gpu_are_plausible() -> None:
     from cukit.analyzer.kernel_analyzer import KernelAnalyzer
 
     analyzer = KernelAnalyzer(ceilings=False)

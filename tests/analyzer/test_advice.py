@@ -96,11 +96,11 @@ def test_a_kernel_without_faults_gets_no_advice() -> None:
         (launch(registers=200, blocks=132), "occupancy by registers", "at most 2.00x"),
     ],
 )
-def test_faults_of_a_launch(one: LaunchAnalysis, rule: str, gain: str) -> None:
+def test_each_fault_of_a_launch_has_its_rule(one: LaunchAnalysis, rule: str, gain: str) -> None:
     assert by_rule(analysis(one))[rule].expected_gain.startswith(gain)
 
 
-def test_a_kernel_at_its_roof_gets_no_advice() -> None:
+def test_a_kernel_at_its_roof_gets_no_other_advice() -> None:
     narrow = replace(
         launch(registers=200, blocks=132),
         memory_access=MemoryAccess("decoded", (AccessWidth("load", 32, 4),), 0),
@@ -121,10 +121,12 @@ def test_the_access_probe_bounds_the_gain_of_wider_loads() -> None:
     assert "4x fewer load instructions" in by_rule(narrow)["narrow loads"].expected_gain
     probe = (AccessPoint(4, 1, 3000.0, 0.75, 1.0), AccessPoint(16, 1, 4000.0, 1.0, 1.0))
     gain = by_rule(narrow, probe)["narrow loads"].expected_gain
-    assert gain == "at most 1.33x: the access probe reads 3000 GB/s by 32 bits, 4000 by 128"
+    assert gain == (
+        "at most 1.33x: the access probe reads 3000 GB/s with 32-bit loads, 4000 with 128-bit loads"
+    )
 
 
-def test_short_calls_are_for_graphs() -> None:
+def test_short_calls_are_launch_bound() -> None:
     assert "4.0 us (graph replay)" in by_rule(analysis(median_us=4.0))["launch bound"].evidence
 
 

@@ -30,7 +30,7 @@ def benchmark() -> KernelBenchmark:
     return KernelBenchmark(sampling=QUICK, environment=CPU)
 
 
-def test_implementations_side_by_side(benchmark: KernelBenchmark) -> None:
+def test_implementations_are_timed_and_checked_side_by_side(benchmark: KernelBenchmark) -> None:
     xp = array_module()
     x = xp.arange(1000, dtype=xp.float32)
     impls = {"good": lambda: 2 * x, "bad": lambda: 2.2 * x}
@@ -65,9 +65,18 @@ def test_exceptions_are_reported_or_propagate(benchmark: KernelBenchmark) -> Non
 
 def test_warm_up_and_sample_counts_are_respected() -> None:
     xp = array_module()
-    benchmark = KernelBenchmark(warmup_iters=7, benchmark_iters=30, environment=CPU)
+    benchmark = KernelBenchmark(benchmark_iters=30, environment=CPU)
     (record,) = benchmark.compare(KEY, {"good": lambda: xp.ones(3)}, lambda: xp.ones(3))
     assert 30 <= record["samples"] <= 120
+
+    def calls(warmup_iters: int) -> int:
+        made = []
+        once = Sampling(rounds=1, min_samples=3, max_samples=3, pause_s=0.0)
+        benchmark = KernelBenchmark(warmup_iters, sampling=once, environment=CPU)
+        benchmark.compare(KEY, {"good": lambda: made.append(1) or xp.ones(3)}, lambda: xp.ones(3))
+        return len(made)
+
+    assert calls(7) - calls(0) == 7
     for arguments in ({"warmup_iters": -1}, {"benchmark_iters": 0}, {"timers": ["sundial"]}):
         with pytest.raises(ConfigError, match="KernelBenchmark"):
             KernelBenchmark(environment=CPU, **arguments)  # type: ignore[arg-type]
@@ -113,7 +122,7 @@ def test_a_killed_run_keeps_its_measurements(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["environment"] == CPU
 
 
-def test_the_names_of_the_package() -> None:
+def test_the_package_exports_its_names() -> None:
     assert cukit.analyzer.KernelBenchmark is KernelBenchmark
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = cukit.analyzer.Nothing

@@ -88,8 +88,8 @@ class StubLibrary:
 
     def cuptiActivityFlushAll(self, flag: Any) -> int:  # noqa: N802
         requested, completed = self.callbacks
-        buffer, size, most = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
-        requested(ctypes.byref(buffer), ctypes.byref(size), ctypes.byref(most))
+        buffer, size, max_records = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+        requested(ctypes.byref(buffer), ctypes.byref(size), ctypes.byref(max_records))
         self._step = ctypes.sizeof(ActivityKernel)
         self.records = [activity(b"second", 9000), activity(b"other", 0), activity(b"first", 1000)]
         self.records[1].kind = 1
@@ -151,7 +151,7 @@ def test_the_error_for_a_missing_library_names_its_package(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-def test_a_trace_of_a_gpu() -> None:
+def test_kernels_of_a_gpu_are_traced() -> None:
     import cupy
 
     kernel = cupy.RawKernel(

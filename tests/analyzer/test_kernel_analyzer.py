@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from cukit.analyzer import kernel_analyzer as module
@@ -27,8 +28,9 @@ from cukit.errors import (
     MissingDependencyError,
 )
 from cukit.registry import get_op
+from tests.analyzer.stub_trace import StubTrace
 
-cupy = pytest.importorskip("cupy", reason="kernels are CuPy's")
+cupy = pytest.importorskip("cupy", reason="the kernels are CuPy objects")
 
 SAXPY = r"""
 extern "C" __global__ void __launch_bounds__(256) saxpy(
@@ -63,7 +65,7 @@ def test_static_analysis_of_a_users_kernel(static: KernelAnalyzer) -> None:
     assert {advice.rule for advice in analysis.advice} == {"narrow loads", "narrow stores"}
 
 
-def test_a_kernel_and_a_specification_of_cukit(static: KernelAnalyzer) -> None:
+def test_a_specification_of_cukit_is_analyzed(static: KernelAnalyzer) -> None:
     spec = get_op("rms_norm").specs(typical_device("sm_90"))[0]
     analysis = static.analyze(spec, (4096,))
     assert analysis.kind == "cukit kernel"
@@ -80,7 +82,7 @@ def test_a_function_cannot_be_analysed_without_running(static: KernelAnalyzer) -
         static.analyze(sum, grid=1)
 
 
-def test_broken_kernels_report_their_error(static: KernelAnalyzer) -> None:
+def test_invalid_kernels_and_launches_report_their_error(static: KernelAnalyzer) -> None:
     broken = cupy.RawKernel(SAXPY.replace("a * x[i]", "a * z[i]"), "saxpy")
     with pytest.raises(CompileError, match='"z" is undefined'):
         static.analyze(broken, 1, 256)
@@ -93,8 +95,15 @@ def test_broken_kernels_report_their_error(static: KernelAnalyzer) -> None:
         static.analyze(kernel, 1, 256, shared_bytes=240_000)
     with pytest.raises(ConfigError, match="needs its block"):
         static.analyze(kernel, 1)
-    with pytest.raises(ConfigError, match="one to three positive"):
-        static.analyze(kernel, 0, 256)
+    for grid in (0, 1.5, (1, 2.0), "3"):
+        with pytest.raises(ConfigError, match="one to three positive integers"):
+            static.analyze(kernel, grid, 256)
+    with pytest.raises(LaunchError, match="a block extends 65 along z, the limit is 64"):
+        static.analyze(kernel, 1, (2, 1, 65))
+    static.analyze(kernel, np.int64(1), np.int32(128))
+
+
+def test_a_kernel_with_many_registers_has_low_occupancy(static: KernelAnalyzer) -> None:
     greedy = cupy.RawKernel(
         'extern "C" __global__ void __launch_bounds__(128) g(float* x) {float v[200];'
         "for(int i=0;i<200;++i)v[i]=x[i];for(int r=0;r<9;++r){\n#pragma unroll\n"
@@ -212,7 +221,7 @@ def test_a_launched_call_is_timed_and_placed_on_the_roofline(simulated: KernelAn
     assert analysis.cold is not None
     assert analysis.warm is not None
     assert (analysis.cold.timer, analysis.cold.cache) == ("events", "cold")
-    assert analysis.cold.overhead_us == pytest.approx(10.0), "events read 50, a chain 40"
+    assert analysis.cold.overhead_us == pytest.approx(10.0), "50 us by events, 40 in a graph"
     assert analysis.cold.overhead_uncertainty_us > 0
     assert analysis.cold.median_us == pytest.approx(40.0)
     assert (analysis.warm.median_us, analysis.warm.timer) == (40.0, "graph replay")
@@ -227,9 +236,9 @@ def test_a_launched_call_is_timed_and_placed_on_the_roofline(simulated: KernelAn
         assert analysis.missing[field] == "not on this machine"
 
 
-def traced(name: str, duration_us: float, blocks: int = 1) -> KernelRecord:
+def traced(name: str, duration_us: float) -> KernelRecord:
     end = int(duration_us * 1e3)
-    return KernelRecord(name, (blocks, 1, 1), (128, 1, 1), 32, 0, 0, 0, 0, end, 7)
+    return KernelRecord(name, (1, 1, 1), (128, 1, 1), 32, 0, 0, 0, 0, end, 7)
 
 
 def test_a_typical_call_has_the_median_of_each_launch() -> None:
@@ -248,18 +257,8 @@ def test_the_launches_of_a_call_are_traced(
     simulated: KernelAnalyzer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed = []
-
-    class Trace:
-        def __init__(self) -> None:
-            self.records = [traced(name, 4.0) for _ in range(21) for name in ("a", "b")]
-
-        def __enter__(self) -> Trace:
-            return self
-
-        def __exit__(self, *exception: object) -> None:
-            pass
-
-    monkeypatch.setattr(module, "KernelTrace", Trace)
+    records = [traced(name, 4.0) for _ in range(21) for name in ("a", "b")]
+    monkeypatch.setattr(module, "KernelTrace", lambda: StubTrace(records))
     monkeypatch.setattr(FixedTimer, "flush", lambda self: flushed.append(1), raising=False)
     analysis = simulated.analyze(lambda: None)
     assert [launch.name for launch in analysis.launches] == ["a", "b"]

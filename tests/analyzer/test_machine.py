@@ -12,7 +12,7 @@ from cukit.analyzer.timing import GpuTimer, HostTimer
 from cukit.core.device import current_device, gpu_available
 
 
-def test_versions_of_installed_packages() -> None:
+def test_only_installed_packages_have_versions() -> None:
     versions = package_versions(("numpy", "no-such-package-anywhere"))
     assert set(versions) == {"python", "numpy"}
     assert re.match(r"\d+\.\d+", versions["numpy"])

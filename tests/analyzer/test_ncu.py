@@ -26,7 +26,7 @@ DETAILS = """"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
 """
 
 
-def test_the_raw_page() -> None:
+def test_the_raw_page_is_averaged_by_kernel() -> None:
     counters = parse_csv(RAW, "ncu")
     assert set(counters) == {"scale", "void cub::Reduce<int, float>(T1 *)"}
     scale = counters["scale"]
@@ -37,10 +37,10 @@ def test_the_raw_page() -> None:
     assert scale.l2_hit_fraction is None
     reduce = counters["void cub::Reduce<int, float>(T1 *)"]
     assert (reduce.dram_read_bytes, reduce.dram_write_bytes) == (64, None)
-    assert reduce.achieved_occupancy is None, "not a number is not a measurement"
+    assert reduce.achieved_occupancy is None, "ncu reported nan"
 
 
-def test_the_details_page_and_its_units(tmp_path: Path) -> None:
+def test_units_of_the_details_page_are_converted(tmp_path: Path) -> None:
     path = tmp_path / "counters.csv"
     path.write_text(DETAILS)
     scale = read_counters(path)["scale"]
@@ -50,7 +50,7 @@ def test_the_details_page_and_its_units(tmp_path: Path) -> None:
     assert scale.l2_hit_fraction == 0.25
 
 
-def test_sectors_and_requests_make_an_average(tmp_path: Path) -> None:
+def test_sectors_and_requests_make_an_average() -> None:
     """A report of `ncu --set full` has only the sums."""
     lines = ['"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"']
     for launch, sectors, requests in (("0", 4096, 1024), ("1", 12288, 1024)):
@@ -110,8 +110,18 @@ def test_ncu_runs_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "--import" in (tmp_path / "arguments").read_text()
 
 
-def test_without_ncu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ncu_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
-    monkeypatch.setattr(ncu.Path, "glob", lambda self, pattern: iter(()))
+    monkeypatch.setattr(ncu, "_INSTALLED", tmp_path)
     with pytest.raises(MissingDependencyError, match="Nsight Compute"):
         run_ncu(["true"])
+
+
+def test_the_newest_installed_ncu_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ncu, "_INSTALLED", tmp_path)
+    for version in ("2024.3.2", "2025.10.0", "2025.2.1"):
+        folder = tmp_path / "nsight-compute" / version
+        folder.mkdir(parents=True)
+        (folder / "ncu").touch()
+    assert ncu._find_ncu() == str(tmp_path / "nsight-compute/2025.10.0/ncu")

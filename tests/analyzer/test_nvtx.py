@@ -9,10 +9,10 @@ import cukit as ck
 from cukit.analyzer.nvtx import nvtx_ranges
 from cukit.layers import rms_norm
 
-cupy = pytest.importorskip("cupy", reason="NVTX is reached through CuPy")
+cupy = pytest.importorskip("cupy", reason="NVTX is called through CuPy")
 
 
-def test_ranges_around_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_enclose_ops_and_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(cupy.cuda.nvtx, "RangePush", lambda name: seen.append(f"<{name}"))
     monkeypatch.setattr(cupy.cuda.nvtx, "RangePop", lambda: seen.append(">"))

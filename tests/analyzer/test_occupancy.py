@@ -84,7 +84,8 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-def ask(oracle: Path, device: Device, launches: list[tuple[int, int, int]]) -> list[list[int]]:
+def query(oracle: Path, device: Device, launches: list[tuple[int, int, int]]) -> list[list[int]]:
+    """Blocks per multiprocessor and the limits of each (threads, registers, shared bytes)."""
     major, minor = device.compute_capability
     facts = (
         f"{major} {minor} {device.max_threads_per_sm} {device.registers_per_sm} "
@@ -105,7 +106,7 @@ def test_agrees_with_nvidias_header(arch: str, oracle: Path) -> None:
         (draw.randint(1, 1100), draw.randint(0, 256), draw.randint(0, 240 * KIB))
         for _ in range(3000)
     ]
-    answers = ask(oracle, device, launches)
+    answers = query(oracle, device, launches)
     assert len(answers) == len(launches)
     for (threads, registers, shared_bytes), answer in zip(launches, answers, strict=True):
         ours = occupancy(device, threads=threads, registers=registers, shared_bytes=shared_bytes)

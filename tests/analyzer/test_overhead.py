@@ -9,10 +9,10 @@ import pytest
 from cukit.analyzer.overhead import EVENT_TICK_US, Overhead, calibration_calls, overhead_of
 
 
-class Reading:
-    """A clock that adds its own overhead to the time that a call returns."""
+class SimulatedClock:
+    """A clock that takes the return value of a call as its time, and adds its own overhead."""
 
-    name = "reading"
+    name = "simulated"
 
     def __init__(self, own_us: Callable[[float], float]) -> None:
         self._own_us = own_us
@@ -25,14 +25,16 @@ class Reading:
 CALLS = [lambda: 1.0, lambda: 4.0, lambda: 16.0]
 
 
-def test_a_constant_is_found() -> None:
-    found = overhead_of(Reading(lambda _: 2.4), Reading(lambda _: 0.0), CALLS)
+def test_a_constant_overhead_is_found_exactly() -> None:
+    found = overhead_of(SimulatedClock(lambda _: 2.4), SimulatedClock(lambda _: 0.0), CALLS)
     assert found.us == pytest.approx(2.4)
-    assert found.uncertainty_us == EVENT_TICK_US, "no better than a tick"
+    assert found.uncertainty_us == EVENT_TICK_US, "at least a tick of the event timer"
 
 
-def test_the_range_is_the_uncertainty() -> None:
-    found = overhead_of(Reading(lambda us: 2.2 + us / 40), Reading(lambda _: 0.0), CALLS)
+def test_the_uncertainty_is_half_the_range() -> None:
+    found = overhead_of(
+        SimulatedClock(lambda us: 2.2 + us / 40), SimulatedClock(lambda _: 0.0), CALLS
+    )
     assert found.us == pytest.approx(2.3)
     assert found.uncertainty_us == pytest.approx((2.6 - 2.225) / 2)
 

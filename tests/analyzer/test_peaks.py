@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from cukit.analyzer.devices import datasheet
 from cukit.analyzer.peaks import Peak, floor_us, on_paper_of, peaks, precision_of
 
 H200: dict[str, Any] = {
@@ -29,11 +30,13 @@ H200: dict[str, Any] = {
         ("uint8", "moves", "cukit", None),
     ],
 )
-def test_precisions(dtype: str, case: str, impl: str, precision: str | None) -> None:
+def test_the_precision_follows_from_dtype_case_and_implementation(
+    dtype: str, case: str, impl: str, precision: str | None
+) -> None:
     assert precision_of(dtype, case, impl) == precision
 
 
-def test_measured_ceilings_come_before_the_datasheet() -> None:
+def test_measured_peaks_precede_those_of_the_datasheet() -> None:
     found = peaks(H200)
     assert found["fp16/bf16"][0] == Peak(800.0, measured=True)
     assert found["fp16/bf16"][1].tflops == pytest.approx(989, rel=0.01)
@@ -43,13 +46,34 @@ def test_measured_ceilings_come_before_the_datasheet() -> None:
     assert peaks(more)["fp32"][0] == Peak(60.0, measured=True)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "gbps"),
+    [
+        ("NVIDIA H200", 4800),
+        ("NVIDIA A100-SXM4-40GB", 1555),
+        ("NVIDIA A100-SXM4-80GB", 2039),
+        ("NVIDIA A100 80GB PCIe", 1935),
+        ("NVIDIA GB200", 8000),
+        ("Tesla T4", 320),
+        ("NVIDIA T400", None),
+        ("NVIDIA GeForce RTX 4090", 1008),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+    ],
+)
+def test_datasheets_of_gpus_with_similar_names(gpu: str, gbps: float | None) -> None:
+    found = datasheet(gpu)
+    assert (found and found.gbps) == gbps
+
+
 def test_an_unknown_gpu_has_only_measured_peaks() -> None:
     assert on_paper_of("NVIDIA Something").datasheet_gbps is None
     assert set(peaks({**H200, "gpu": "NVIDIA Something"})) == {"fp16/bf16"}
     assert peaks({}) == {}
 
 
-def test_floors() -> None:
+def test_floors_use_the_measured_peak_or_that_of_the_datasheet() -> None:
     work = {"flops": 8e12, "bytes_moved": 4e9}  # 1 ms of copying
     assert floor_us(H200, "fp16/bf16", **work) == pytest.approx(1e4)
     assert floor_us(H200, "fp8", **work) == pytest.approx(8e6 / 1979, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Energy of a simulated GPU with constant power and a coarse counter, and of a real one."""
+"""Energy of a simulated GPU with constant power and a coarse counter; NVML queries of a stub."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from cukit.analyzer.schema import Conditions
 from cukit.errors import CukitError, MissingDependencyError
 
 
-class Bench:
-    """A clock that advances only during calls, and a GPU with constant power during them."""
+class SimulatedGpu:
+    """Draws constant power; its clock advances only during calls."""
 
     def __init__(self, *, call_us: float, watts: float, tick_s: float = 0.05) -> None:
         self.now = 100.0
@@ -47,19 +47,19 @@ class Bench:
 
 
 @pytest.mark.parametrize("call_us", [3.0, 100.0, 12_000.0])
-def test_energy_of_a_call_of_known_power(call_us: float) -> None:
-    bench = Bench(call_us=call_us, watts=500.0)
+def test_the_energy_of_a_call_is_its_power_times_its_time(call_us: float) -> None:
+    gpu = SimulatedGpu(call_us=call_us, watts=500.0)
     energy, conditions = measure_energy(
-        bench.call,
+        gpu.call,
         call_us,
-        bench,  # type: ignore[arg-type]
-        pace=bench.synchronize,
-        clock=lambda: bench.now,
+        gpu,  # type: ignore[arg-type]
+        pace=gpu.synchronize,
+        clock=lambda: gpu.now,
     )
     assert energy is not None
     truth = 500.0 * call_us / 1e6
     assert energy.window_s >= 1.0
-    assert energy.calls < bench.calls
+    assert energy.calls < gpu.calls
     assert energy.joules_per_call == pytest.approx(truth, rel=0.04)
     assert abs(energy.joules_per_call - truth) <= energy.uncertainty_joules + 0.006 * truth
     assert energy.calls_per_joule == pytest.approx(1 / energy.joules_per_call)
@@ -69,19 +69,19 @@ def test_energy_of_a_call_of_known_power(call_us: float) -> None:
 
 
 def test_a_counter_that_does_not_change_gives_none() -> None:
-    bench = Bench(call_us=100.0, watts=500.0, tick_s=float("inf"))
+    gpu = SimulatedGpu(call_us=100.0, watts=500.0, tick_s=float("inf"))
     energy, conditions = measure_energy(
-        bench.call,
+        gpu.call,
         100.0,
-        bench,  # type: ignore[arg-type]
-        pace=bench.synchronize,
-        clock=lambda: bench.now,
+        gpu,  # type: ignore[arg-type]
+        pace=gpu.synchronize,
+        clock=lambda: gpu.now,
     )
     assert energy is None
     assert conditions.sm_clock_mhz == 1755.0
 
 
-def test_the_device_is_kept_one_batch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_waits_for_the_previous_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     class Event:
@@ -108,7 +108,7 @@ def test_the_device_is_kept_one_batch_behind(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_reasons_are_described() -> None:
+def test_throttle_reasons_are_described() -> None:
     assert throttle_reasons(0) == ()
     assert throttle_reasons(0x1) == ()
     assert throttle_reasons(0x28) == ("hardware slowdown", "software thermal slowdown")

@@ -1,4 +1,4 @@
-"""Occupancy steps and waves, compared with a plain search and with values by hand."""
+"""Occupancy steps and waves, compared with an exhaustive search and hand-computed values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_steps_are_the_smallest_that_help(arch: str) -> None:
         assert (None if found is None else abs(found - threads)) == nearest
 
 
-def test_a_kernel_limited_by_registers_by_hand() -> None:
+def test_register_limits_equal_hand_computed_values() -> None:
     """65536 registers, 256 threads with 72 each: 3 blocks; with 64 each a fourth fits."""
     analysis = analyze_occupancy(H200, threads=256, registers=72, shared_bytes=0)
     assert (analysis.blocks_per_sm, analysis.limiter) == (3, "registers")
@@ -69,7 +69,7 @@ def test_full_occupancy_has_no_next_step() -> None:
     assert analyze_occupancy(H200, threads=256, registers=32, shared_bytes=0).next_steps == ()
 
 
-def test_waves_by_hand() -> None:
+def test_waves_equal_hand_computed_values() -> None:
     one_and_a_bit = analyze_waves(H200, 132 * 2 + 66, 2)
     assert one_and_a_bit is not None
     assert one_and_a_bit.waves == 1.25

@@ -1,4 +1,4 @@
-"""Rooflines compared with values by hand, and peaks with datasheets."""
+"""Rooflines compared with hand-computed values, and peaks with datasheets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MACHINE = Ceilings(
 )
 
 
-def test_a_memory_bound_kernel_by_hand() -> None:
+def test_a_memory_bound_kernel_equals_hand_computed_values() -> None:
     work = throughput(bytes_moved=1e6, flops=1e6, median_us=2.0)
     assert (work.gbps, work.tflops) == (500.0, 0.5)
     datasheet_point, held = roofline(work, MACHINE, median_us=2.0, held_clock_mhz=500.0)
@@ -30,7 +30,7 @@ def test_a_memory_bound_kernel_by_hand() -> None:
     assert held.compute_tflops == pytest.approx(5.0)
 
 
-def test_a_compute_bound_kernel_by_hand() -> None:
+def test_a_compute_bound_kernel_equals_hand_computed_values() -> None:
     work = throughput(bytes_moved=1e3, flops=1e8, median_us=20.0)
     (point,) = roofline(work, MACHINE, median_us=20.0)
     assert point.bound == "compute"

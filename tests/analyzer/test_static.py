@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +13,11 @@ from cukit.errors import CompileError, ConfigError
 
 cupy = pytest.importorskip("cupy", reason="compiling needs NVRTC")
 
-# One table decodes all of them. NVRTC 13 no longer compiles for Volta.
+# One table decodes the instructions of all of them. NVRTC 13 no longer compiles for Volta.
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 if nvrtc_version() < (13, 0):
     ARCHES = ("sm_70", *ARCHES)
+SINCE_AMPERE = ARCHES[ARCHES.index("sm_80") :]
 
 WIDTHS = r"""
 extern "C" __global__ void __launch_bounds__(192) widths(
@@ -72,7 +72,7 @@ def test_access_widths_equal_those_of_the_source(arch: str) -> None:
     resources = found.resources
     assert resources is not None
     assert resources.static_shared_bytes == 192 * 4, (
-        "memory that the driver reserves is not counted"
+        "without the shared memory that the driver reserves"
     )
     assert resources.max_threads_per_block == 192
     assert (resources.local_bytes, resources.spill_store_bytes) == (0, 0)
@@ -92,7 +92,7 @@ def test_instruction_counts_equal_those_of_the_source(arch: str) -> None:
     assert not {"tensor core", "local memory", "other"} & set(mix.by_class)
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch >= "sm_80" or len(arch) > 5])
+@pytest.mark.parametrize("arch", SINCE_AMPERE)
 def test_arithmetic_instructions_are_classified(arch: str) -> None:
     code = r"""
 extern "C" __global__ void f(float* x, double* y, const unsigned* a) {
@@ -136,8 +136,8 @@ def test_spills_are_counted(arch: str) -> None:
     assert launch.waves is None, "without a grid"
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch >= "sm_80" or len(arch) > 5])
-def test_widths_of_asynchronous_copies(arch: str) -> None:
+@pytest.mark.parametrize("arch", SINCE_AMPERE)
+def test_widths_of_asynchronous_copies_are_counted(arch: str) -> None:
     code = r"""
 extern "C" __global__ void f(const char* p, unsigned a) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(a), "l"(p));
@@ -180,7 +180,7 @@ def test_a_template_is_found_by_its_expression() -> None:
         inspect(module, "sm_80")
 
 
-def test_a_cubin_is_read_without_spill_information(tmp_path: Path) -> None:
+def test_a_cubin_is_read_without_spill_information() -> None:
     from cukit.core.compiler import KernelSpec, compile_kernel
 
     spec = KernelSpec("analyzer/spin.cu", "spin", (), 1)

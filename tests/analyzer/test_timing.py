@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 
 import pytest
@@ -20,17 +21,17 @@ from cukit.analyzer.timing import (
 
 
 class ScriptedTimer:
-    """A timer for which a call takes as long as it returns; records the calls."""
+    """A timer that takes the return value of a call as its duration, and records the durations."""
 
     name = "script"
 
     def __init__(self) -> None:
-        self.asked: list[float] = []
+        self.durations: list[float] = []
 
     def prepare(self, call: Callable[[], object]) -> Callable[[], float]:
         def sample_us() -> float:
             duration = float(str(call()))
-            self.asked.append(duration)
+            self.durations.append(duration)
             return duration
 
         return sample_us
@@ -47,7 +48,7 @@ def test_implementations_are_interleaved() -> None:
     impls: dict[str, Callable[[], object]] = {"short": lambda: 100.0, "long": lambda: 1e6}
     timings = measure(impls, timer, rounds=2, min_samples=2, max_samples=3, pause_s=0)
     one_round = [100.0] * 4 + [1e6] * 3  # one untimed run before the samples of each call
-    assert timer.asked == [100.0, 1e6, *one_round, *one_round]
+    assert timer.durations == [100.0, 1e6, *one_round, *one_round]
     assert timings["short"].samples_us == (100.0,) * 6
     assert timings["long"].samples_us == (1e6,) * 4
 
@@ -60,7 +61,7 @@ def test_a_budget_bounds_the_samples() -> None:
     assert len(timings["work"].samples_us) == 10
 
 
-def test_noisy_runs_get_more_rounds_and_quiet_ones_none() -> None:
+def test_a_noisy_call_adds_rounds_for_all_calls() -> None:
     jumps = itertools.cycle([100.0, 140.0, 60.0])
     timings = measure(
         {"quiet": lambda: 100.0, "noisy": lambda: next(jumps)},
@@ -72,9 +73,7 @@ def test_noisy_runs_get_more_rounds_and_quiet_ones_none() -> None:
         pause_s=0,
     )
     assert timings["noisy"].round_sizes == (4,) * 5
-    assert timings["quiet"].round_sizes == (4,) * 5, (
-        "all calls are measured under the same conditions"
-    )
+    assert timings["quiet"].round_sizes == (4,) * 5, "all calls take part in every round"
     alone = measure({"quiet": lambda: 100.0}, ScriptedTimer(), max_rounds=5, pause_s=0)
     assert len(alone["quiet"].round_sizes) == 2
 
@@ -85,8 +84,6 @@ def test_samples_are_split_into_rounds() -> None:
 
 
 def test_the_host_timer_waits_for_the_call() -> None:
-    import time
-
     sample_us = HostTimer().prepare(lambda: time.sleep(0.01))
     assert sample_us() >= 10_000
 
@@ -95,8 +92,6 @@ def test_the_host_timer_waits_for_the_call() -> None:
 @pytest.mark.timing
 def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
     """A copy on the device, launched by a slow host."""
-    import time
-
     import cupy
 
     source = cupy.zeros(1 << 28, cupy.uint8)
@@ -145,7 +140,7 @@ def test_the_enqueue_timer_times_the_host_and_not_the_device() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.unguarded
-def test_peak_memory_counts_what_a_call_needs_at_once() -> None:
+def test_peak_memory_is_the_most_allocated_at_once() -> None:
     import cupy
 
     before = cupy.zeros(1 << 22, cupy.uint8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from cukit.cli import run
 from cukit.commands import analyze as command
 from cukit.core.device import cupy_module, typical_device
 from cukit.core.source import kernels_root
+from tests.analyzer.stub_trace import StubTrace
 
 Capture = pytest.CaptureFixture[str]
 
@@ -35,7 +35,7 @@ import sys
 
 import cupy
 
-print("the script speaks", sys.argv[1:] if __name__ == "__main__" else "")
+print("script arguments:", sys.argv[1:] if __name__ == "__main__" else "")
 kernel = cupy.RawKernel(r"""extern "C" __global__ void f(float* x) { x[threadIdx.x] = 1; }""", "f")
 calls = []
 
@@ -68,13 +68,13 @@ RECORDS = [
 ]
 
 
-def test_a_trace_by_name() -> None:
+def test_launches_of_a_trace_are_grouped_by_name() -> None:
     large, small = analyses_of(RECORDS, typical_device("sm_90"))
     assert (large.name, small.name) == ("large", "small")
     assert (total_us(large), total_us(small)) == (64.0, 9.0)
     assert large.warm is not None
     assert (large.warm.samples, large.warm.median_us, large.warm.timer) == (2, 32.0, "cupti")
-    assert small.launches[0].grid == (132, 1, 1), "5 us of the one shape, 4 of the other"
+    assert small.launches[0].grid == (132, 1, 1), "the grid with the longer total time: 5 us, not 4"
     assert small.launches[0].device_us == 3.0
     assert small.throughput is None
     assert "counters" in small.missing["throughput"]
@@ -93,19 +93,8 @@ def test_counters_give_a_trace_its_bandwidth() -> None:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script, on a machine whose GPU is simulated by a list of records."""
-
-    class Trace:
-        def __init__(self) -> None:
-            self.records = RECORDS
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *exception: object) -> None:
-            pass
-
-    monkeypatch.setattr(command, "KernelTrace", Trace)
+    """A script, with a simulated GPU whose trace is RECORDS."""
+    monkeypatch.setattr(command, "KernelTrace", lambda: StubTrace(RECORDS))
     monkeypatch.setattr(command, "current_device", lambda: typical_device("sm_90"))
     monkeypatch.setattr("cukit.analyzer.machine._memory_gbps", lambda: None)
     path = tmp_path / "train.py"
@@ -120,7 +109,7 @@ def test_a_function_is_warmed_up_and_repeated(
     assert run(["analyze", f"{script}:step", "--repeat", "3", "--out", str(saved)]) == 0
     captured = capsys.readouterr()
     assert captured.err.count("a step") == 4
-    assert captured.err.count("the script speaks") == 1
+    assert captured.err.count("script arguments:") == 1
     assert "a step" not in captured.out
     lines = [line.split() for line in captured.out.splitlines()]
     assert lines[1][:4] == ["large", "2", "64.0", "87.7%"]
@@ -129,11 +118,11 @@ def test_a_function_is_warmed_up_and_repeated(
     assert report.environment.gpu == "H200"
 
 
-def test_a_whole_script_as_json(script: Path, capsys: Capture) -> None:
+def test_a_whole_script_is_analyzed_as_json(script: Path, capsys: Capture) -> None:
     assert run(["analyze", str(script), "--json"]) == 0
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)["analyses"]) == 2
-    assert captured.err.count("the script speaks []") == 1
+    assert captured.err.count("script arguments: []") == 1
 
 
 def test_counters_come_from_a_run_under_ncu(
@@ -162,7 +151,9 @@ def test_a_script_that_raises_shows_its_own_traceback(script: Path, capsys: Capt
         ("number", "is neither a function nor a kernel but 3"),
     ],
 )
-def test_names_that_cannot_be_run(name: str, complaint: str, script: Path, capsys: Capture) -> None:
+def test_names_that_cannot_be_run_are_rejected(
+    name: str, complaint: str, script: Path, capsys: Capture
+) -> None:
     assert run(["analyze", f"{script}:{name}"]) == 2
     assert complaint in capsys.readouterr().err
 
@@ -216,7 +207,7 @@ def test_a_source_with_several_kernels_needs_a_name(tmp_path: Path, capsys: Capt
 
 
 @pytest.mark.gpu
-def test_a_script_on_the_gpu(tmp_path: Path, capsys: Capture) -> None:
+def test_a_script_is_traced_on_the_gpu(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "user.py"
     path.write_text(
         "import cupy\nx = cupy.ones(1 << 20, cupy.float32)\n"

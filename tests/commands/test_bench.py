@@ -1,4 +1,4 @@
-"""`cukit bench`: the cases and peers that its arguments select."""
+"""`cukit bench`: the cases and peers that its arguments select, and exported results."""
 
 from __future__ import annotations
 
@@ -21,22 +21,29 @@ def cases(capsys: Capture, *arguments: str) -> list[tuple[str, str]]:
     return [(line.split()[0], line.split()[1]) for line in lines]
 
 
-def test_a_family_or_an_op(capsys: Capture) -> None:
+def test_cases_are_selected_by_family_and_op(capsys: Capture) -> None:
     assert {family for family, _ in cases(capsys, "attention")} == {"attention"}
     assert {op for _, op in cases(capsys, "rope")} == {"rope"}
     assert {op for _, op in cases(capsys, "rope", "--only", "gelu")} == {"rope", "gelu"}
-    assert run(["bench", "nonsense"]) == 2
+    both = cases(capsys, "--family", "layers", "--only", "rms_norm")
+    assert set(both) == {("layers", "rms_norm")}
 
 
-def test_peers_by_the_name_of_their_library(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arguments", [["nonsense"], ["--only", "nonsense"]])
+def test_an_unknown_op_is_named(arguments: list[str], capsys: Capture) -> None:
+    assert run(["bench", *arguments]) == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_peers_are_selected_by_library(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
 
-    class Noted(Runner):
+    class RecordingRunner(Runner):
         def __init__(self, *, peers: Any, quick: bool) -> None:
             chosen.append(peers)
             super().__init__(peers=peers, quick=quick)
 
-    monkeypatch.setattr(harness, "Runner", Noted)
+    monkeypatch.setattr(harness, "Runner", RecordingRunner)
     small = ["bench", "rms_norm", "--small"]
     assert run(small) == 0
     assert run([*small, "--peers", "torch,liger"]) == 0

@@ -21,7 +21,7 @@ SORTS = ROOT / "tests" / "emulator" / "public_style" / "sorts.cu"
 Capture = pytest.CaptureFixture[str]
 
 
-def test_python_dash_m() -> None:
+def test_python_dash_m_runs_the_command_line() -> None:
     command = [sys.executable, "-m", "cukit", "--version"]
     assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() == (
         cukit.__version__
@@ -50,10 +50,17 @@ def test_without_arguments_help_is_shown(capsys: Capture) -> None:
         (["check", str(SORTS), "--entry", "top_k<1>", "--grid", "4,0"], "grid must be an integer"),
         (["check", str(SORTS), "--grid", "1,2,3,4"], "--grid: expected one to three extents"),
         (["check", str(SORTS), "--arg", "float33:4"], "unknown dtype 'float33'"),
-        (["check", str(SORTS), "--arg", "float32:4:purple"], "unknown fill 'purple'"),
+        (["check", str(SORTS), "--arg", "float32:4:purple"], "'purple' is neither random"),
         (["check", str(SORTS), "--arg", "float32"], "expected dtype:shape[:fill]"),
         (["check", str(SORTS), "--arg", "int32=x"], "'x' is not a valid int32"),
         (["check", str(SORTS), "--constant", "c"], "expected name=dtype:shape[:fill]"),
+        (
+            ["check", str(SORTS), "--constant", "c=null"],
+            "c=null: a variable has a value",
+        ),
+        (["check", str(SORTS), "--constant", "c=float33:4"], "--constant c float33:4: unknown"),
+        (["check", str(SORTS), "--arg", "int4=300"], "'300' is not a valid int4"),
+        (["check", str(SORTS), "--arg", "int32:4:nan"], "'nan' is neither random"),
         (["check", str(SORTS), "--arch", "sm_1"], "sm_1"),
         (["doctor", "--nonsense"], "--nonsense"),
     ],
@@ -69,7 +76,7 @@ def test_bad_input_gives_one_line_and_exit_code_2(
     assert captured.err.count("\n") == 1
 
 
-def test_an_unwritable_cache_is_one_line(
+def test_an_unwritable_cache_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     occupied = tmp_path / "file"
@@ -96,7 +103,7 @@ def test_compile_fills_the_cache_that_launches_read(kernel_cache: Path, capsys: 
     assert run(arguments) == 0
     first = json.loads(capsys.readouterr().out)
     assert first["errors"] == []
-    assert {row["arch"] for row in first["kernels"]} == {"sm_90a"}, "what a Hopper GPU loads"
+    assert {row["arch"] for row in first["kernels"]} == {"sm_90a"}, "as Hopper GPUs load it"
     for row in first["kernels"]:
         assert not row["cached"]
         assert row["registers"] > 0
@@ -164,18 +171,6 @@ def test_suggested_commands_install_the_extras(cuda: int) -> None:
     for packages in PACKAGES[cuda].values():
         for package in packages.replace("'", "").split():
             assert f'"{package}' in extra, f"{package} is not in the extra cuda{cuda}"
-
-
-def test_bench_lists_its_cases(capsys: Capture) -> None:
-    assert run(["bench", "--list", "--family", "layers", "--only", "rms_norm"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines
-    assert all(line.split()[:2] == ["layers", "rms_norm"] for line in lines)
-
-
-def test_bench_of_an_unknown_op(capsys: Capture) -> None:
-    assert run(["bench", "--only", "nonsense"]) == 2
-    assert "nonsense" in capsys.readouterr().err
 
 
 CLEAN = """__global__ void twice(float* x, int n) {

@@ -19,7 +19,7 @@ CASES = {"rms_norm": 40.0, "flash_attention": 900.0, "rope": 4.0}
 
 
 def results(seed: int, *, slowdown: dict[str, float] | None = None, **environment: Any) -> Any:
-    """A results file of three cases with 0.4% of noise in three rounds."""
+    """Results of three cases, each with three rounds of samples with 0.4% noise."""
     rng = np.random.default_rng(seed)
     records = []
     for op, median in CASES.items():
@@ -50,7 +50,7 @@ def write(folder: Path, name: str, content: Any) -> str:
     return str(path)
 
 
-def test_twenty_repeats_of_the_same_commit() -> None:
+def test_runs_of_the_same_commit_do_not_regress() -> None:
     for repeat in range(20):
         found = compare_results(results(2 * repeat), results(2 * repeat + 1))
         assert not found.regressed
@@ -99,7 +99,7 @@ def test_unmatched_cases_and_different_machines_are_reported(
         assert note in text
 
 
-def test_records_without_a_range_are_left_out_by_name() -> None:
+def test_records_without_a_range_are_skipped_and_named() -> None:
     old = results(5)
     del old["records"][2]["range_us"]
     found = compare_results(old, results(7))
@@ -114,7 +114,7 @@ def test_the_published_results_compare_with_themselves(capsys: Capture) -> None:
     assert " SAME" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_host_times_of_different_processes_are_not_compared() -> None:
+def test_host_times_have_a_larger_tolerance() -> None:
     def host(ratio: float, timer: str) -> Any:
         found = results(8, slowdown=dict.fromkeys(CASES, ratio))
         return found | {"records": [record | {"timer": timer} for record in found["records"]]}
@@ -129,7 +129,7 @@ def test_host_times_of_different_processes_are_not_compared() -> None:
         assert found.regressed is regressed, (timer, ratio)
 
 
-def test_analyses_compare_too() -> None:
+def test_analyses_are_compared_too() -> None:
     def analysis(median: float) -> Any:
         times = {"median_us": median, "ci_low_us": 0.995 * median, "ci_high_us": 1.005 * median}
         kernels = [{"name": "mine", "cold": times}, {"name": "static", "cold": None}]
@@ -144,7 +144,7 @@ def test_analyses_compare_too() -> None:
     unsure = analysis(10.6)
     unsure["analyses"][0]["cold"] |= {"overhead_us": 2.4, "overhead_uncertainty_us": 0.4}
     (case,) = compare_results(analysis(10.0), unsure).cases
-    assert case.difference.verdict is Verdict.UNCERTAIN, "the origin of the clock is less precise"
+    assert case.difference.verdict is Verdict.UNCERTAIN, "the event overhead is uncertain"
 
 
 @pytest.mark.parametrize(

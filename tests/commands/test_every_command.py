@@ -1,6 +1,6 @@
 """Every command, interrupted, killed, with invalid files, and run twice concurrently in one
-folder. It must end in time, with success or with one line and exit code 2 or 130, and leave no
-process behind."""
+folder. It must end in time, with success or with a one-line error and exit code 2 or 130, and leave
+no process behind."""
 
 from __future__ import annotations
 
@@ -18,18 +18,14 @@ import pytest
 
 from cukit.cli import app
 from cukit.core.interrupts import INTERRUPTED
+from tests.commands.tiny_run import TINY_RUN
 
 ROOT = Path(__file__).parents[2]
 H200 = ROOT / "profiling" / "results" / "h200.json"
 KERNEL = ROOT / "kernels_cu" / "layers" / "rms_norm.cu"
 PUBLIC = ROOT / "tests" / "emulator" / "public_style" / "reductions.cu"
 
-TINY = (
-    "--device", "cpu", "--teacher-hidden", "32", "--teacher-layers", "1", "--teacher-steps", "6",
-    "--student-hidden", "16", "--student-layers", "1", "--steps", "5", "--head-dim", "16",
-    "--batch", "2", "--seq-len", "16", "--checkpoint-every", "2", "--eval-windows", "8",
-)  # fmt: skip
-LONG = (*TINY, "--teacher-steps", "1000000")
+LONG_RUN = (*TINY_RUN, "--teacher-steps", "1000000")
 
 WORKING: Mapping[str, tuple[str, ...]] = {
     "doctor": ("doctor",),
@@ -52,21 +48,21 @@ WORKING: Mapping[str, tuple[str, ...]] = {
     "compare": ("compare", str(H200), str(H200)),
     "report": ("report", "--arch", "sm_90a", "--op", "flash_attention", "-o", "page.html"),
     "replay": ("replay", "random-100000-4", "--pools", "cukit"),
-    "distill": ("distill", "--text", str(ROOT / "docs"), "-o", "run", *LONG),
+    "distill": ("distill", "--text", str(ROOT / "docs"), "-o", "run", *LONG_RUN),
     "generate": ("generate", "{model}", "--tokens", "1000000", "--device", "cpu"),
 }
 """A command line of each command; where possible, one that runs for several seconds."""
 
 SLOW = pytest.mark.slow
 
-SOON = 2.0
-"""Seconds allowed from Ctrl-C to exit: the target is one, but the machine may be busy."""
+MAX_EXIT_S = 2.0
+"""Seconds allowed from Ctrl-C to exit: the target is one second, but the machine may be busy."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    launch(folder, ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY)).communicate()
+    launch(folder, ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY_RUN)).communicate()
     return folder / "run" / "student.safetensors"
 
 
@@ -75,7 +71,7 @@ Start = Callable[[Path, tuple[str, ...]], subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts commands, and ends those that a failed test leaves behind."""
+    """Starts commands, and kills those that are still running after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(folder: Path, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
@@ -135,7 +131,7 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def filled(name: str, model: Path) -> tuple[str, ...]:
+def command_line(name: str, model: Path) -> tuple[str, ...]:
     return tuple(word.format(model=model) for word in WORKING[name])
 
 
@@ -144,25 +140,27 @@ def test_every_command_is_covered() -> None:
 
 
 def interrupt(process: subprocess.Popen[str]) -> None:
-    """Send Ctrl-C; the command must end quickly with one line, or have completed before."""
+    """Send Ctrl-C; the command must end quickly with a one-line message, or have completed."""
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     took = time.monotonic() - began
     assert "Traceback" not in errors
-    assert took < SOON
+    assert took < MAX_EXIT_S
     if process.returncode == INTERRUPTED:
         lines = [
             line for line in errors.splitlines() if "interrupted" in line or "continue with" in line
         ]
         assert len(lines) == 1, errors
-    else:  # done: code 0, or killed while Python cleans up
+    else:  # completed, or killed while Python cleans up
         assert process.returncode in (0, -signal.SIGINT), errors
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_ctrl_c_while_importing(name: str, model: Path, tmp_path: Path, start: Start) -> None:
-    process = start(tmp_path, filled(name, model))
+def test_ctrl_c_while_importing_ends_the_command(
+    name: str, model: Path, tmp_path: Path, start: Start
+) -> None:
+    process = start(tmp_path, command_line(name, model))
     wait_until(lambda: has_imported_numpy(process))
     interrupt(process)
     assert process.returncode == INTERRUPTED
@@ -178,10 +176,10 @@ def test_ctrl_c_while_importing(name: str, model: Path, tmp_path: Path, start: S
         ),
     ],
 )
-def test_ctrl_c_while_working(
+def test_ctrl_c_while_working_ends_the_command_and_its_workers(
     name: str, seconds: float, model: Path, tmp_path: Path, start: Start
 ) -> None:
-    process = start(tmp_path, filled(name, model))
+    process = start(tmp_path, command_line(name, model))
     wait_until(lambda: process.poll() is not None or handles_interrupts(process))
     time.sleep(seconds)
     children = descendants(process.pid) if process.poll() is None else []
@@ -193,7 +191,7 @@ def test_ctrl_c_while_working(
 def test_workers_exit_when_their_parent_is_killed(
     name: str, model: Path, tmp_path: Path, start: Start
 ) -> None:
-    process = start(tmp_path, filled(name, model))
+    process = start(tmp_path, command_line(name, model))
     wait_until(lambda: len(descendants(process.pid)) > 0)
     time.sleep(1.0)  # let the workers start
     children = descendants(process.pid)
@@ -225,8 +223,8 @@ GARBAGE: Mapping[str, bytes] = {
 }
 
 
-def places(folder: Path) -> Iterator[Path]:
-    """Paths of invalid files, and of things that are not files."""
+def invalid_paths(folder: Path) -> Iterator[Path]:
+    """Paths of files with invalid contents, and of a pipe, folders, devices and missing files."""
     for name, content in GARBAGE.items():
         path = folder / name
         path.write_bytes(content)
@@ -245,11 +243,11 @@ READERS: Mapping[str, Callable[[str], tuple[str, ...]]] = {
     "replay": lambda path: ("replay", path, "--pools", "cukit"),
     "analyze": lambda path: ("analyze", path, "--arch", "sm_90"),
     "resume": lambda path: ("distill", "--resume", "-o", path),
-    "text": lambda path: ("distill", "-o", "run", "--text", path, *TINY, "--seq-len", "10000"),
+    "text": lambda path: ("distill", "-o", "run", "--text", path, *TINY_RUN, "--seq-len", "10000"),
     "bench": lambda path: ("bench", "--list", "--only", path),
 }
 NUMBERS = ("nan", "inf", "-1", "0", "1e308", "9" * 40, "9" * 5000, "0x10", "1_0", "٣", "", " ")
-TAKERS: Mapping[str, tuple[str, ...]] = {
+OPTIONS: Mapping[str, tuple[str, ...]] = {
     "compile": ("--jobs", "--arch", "--op"),
     "compare": ("--tolerance",),
     "replay": ("--limit", "--seed", "--pools"),
@@ -266,19 +264,19 @@ TAKERS: Mapping[str, tuple[str, ...]] = {
     "bench": ("--family", "--only"),
     "list": ("--family",),
 }  # fmt: skip
-BEFORE: Mapping[str, tuple[str, ...]] = {
+ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "compile": ("--op", "gelu", "--arch", "sm_90a", "--jobs", "1"),
     "compare": (str(H200), str(H200)),
     "replay": ("random-10-1",),
-    "distill": ("--text", "{short}", "-o", "run", *TINY),
+    "distill": ("--text", "{short}", "-o", "run", *TINY_RUN),
     "generate": ("{model}", "--device", "cpu", "--tokens", "3"),
     "check": WORKING["check"][1:],
     "analyze": (str(KERNEL), "--arch", "sm_90"),
     "bench": ("--list",),
     "list": (),
 }
-"""The arguments that precede the options of TAKERS. The text is too short to train on, so an
-option that is not checked early is never checked."""
+"""Arguments before the options of OPTIONS. The text of `distill` is too short to train on, so only
+options that are checked before the text give their own error."""
 
 MANY_CALLS = """
 import io, json, sys
@@ -324,30 +322,32 @@ def run_all(folder: Path, calls: list[tuple[str, ...]]) -> None:
     [name if name in ("report", "replay") else pytest.param(name, marks=SLOW) for name in READERS],
 )
 def test_invalid_files_give_a_one_line_error(reader: str, tmp_path: Path) -> None:
-    run_all(tmp_path, [READERS[reader](str(path)) for path in places(tmp_path)])
+    run_all(tmp_path, [READERS[reader](str(path)) for path in invalid_paths(tmp_path)])
 
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in ("generate", "list") else pytest.param(name, marks=SLOW) for name in TAKERS],
+    [name if name in ("generate", "list") else pytest.param(name, marks=SLOW) for name in OPTIONS],
 )
-def test_invalid_values_give_a_one_line_error(name: str, model: Path, tmp_path: Path) -> None:
+def test_unusual_values_give_a_result_or_a_one_line_error(
+    name: str, model: Path, tmp_path: Path
+) -> None:
     (tmp_path / "short.txt").write_text("short")
     before = [
-        word.format(model=model, short=tmp_path / "short.txt") for word in (name, *BEFORE[name])
+        word.format(model=model, short=tmp_path / "short.txt") for word in (name, *ARGUMENTS[name])
     ]
     run_all(
         tmp_path,
-        [(*before, option, value) for option in TAKERS[name] for value in (*NUMBERS, "zzz")],
+        [(*before, option, value) for option in OPTIONS[name] for value in (*NUMBERS, "zzz")],
     )
 
 
 @SLOW
 @pytest.mark.parametrize("name", WORKING)
 def test_two_processes_in_one_folder(name: str, model: Path, tmp_path: Path, start: Start) -> None:
-    words = filled(name, model)
+    words = command_line(name, model)
     quick = {
-        "distill": ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY),
+        "distill": ("distill", "--text", str(ROOT / "docs"), "-o", "run", *TINY_RUN),
         "generate": ("generate", str(model), "--tokens", "50", "--device", "cpu"),
         "replay": ("replay", "random-100-1", "--pools", "cukit", "--write", "log.csv"),
         "compile": ("compile", "--arch", "sm_90a", "--op", "gelu"),

@@ -20,7 +20,9 @@ def results(tmp_path: Path) -> Path:
     return path
 
 
-def test_all_quantised_formats_at_once(results: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_all_output_formats_are_written_at_once(
+    results: Path, tmp_path: Path, capsys: Capture
+) -> None:
     run_file = tmp_path / "report.json"
     run_file.write_text(json.dumps(samples.distillation()))
     page, data, trace = (
@@ -60,7 +62,7 @@ def test_a_report_is_written_atomically_and_never_over_a_source(
 
 
 @pytest.mark.parametrize("number", ["Infinity", "NaN", "1e999", "9" * 5000])
-def test_numbers_out_of_range(number: str, results: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_numbers_out_of_range_are_rejected(number: str, results: Path, capsys: Capture) -> None:
     content = json.loads(results.read_text())
     content["records"][0]["median_us"] = "HERE"
     results.write_text(json.dumps(content).replace('"HERE"', number))
@@ -72,7 +74,7 @@ def test_numbers_out_of_range(number: str, results: Path, tmp_path: Path, capsys
         assert len(error) < 300
 
 
-def test_invalid_inputs(results: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_invalid_inputs_give_a_message(results: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "odd.json").write_text("{}")
     for arguments, complaint in (
         ([str(tmp_path / "absent.json")], "absent.json"),

@@ -9,12 +9,9 @@ from typing import Any
 
 from cukit.analyzer import peaks
 from cukit.analyzer.report import numbers
-
-OURS = "cukit"
+from cukit.analyzer.results import OURS, Record
 
 TITLES = {"torch-eager": "torch", "torch-compile": "torch.compile", "liger": "Liger"}
-
-Record = dict[str, Any]
 
 MEMORY_POOLS = "memory_pool"
 """The family of memory-pool records, which compare memory held and are not cases."""

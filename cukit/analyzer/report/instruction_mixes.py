@@ -10,17 +10,17 @@ from cukit.analyzer.report.stacks import Part, Stack, stacked_figure
 from cukit.analyzer.sass import INSTRUCTION_CLASSES
 from cukit.analyzer.schema import InstructionMix
 
-_CLASSES = (
+_CSS_CLASSES = (
     *(svg.colour(series) for series in (0, 2, 4, 1, 5, 3, 6, 7)),
     svg.shade(0),
 )
-"""Classes of the figure, one for each of `INSTRUCTION_CLASSES`; "other" is faint."""
+"""The CSS class of each of `INSTRUCTION_CLASSES`, in order; "other" is faint."""
 
 
 def mix_class(name: str) -> str:
-    """The figure's class for an instruction class; unknown ones count as "other"."""
+    """The CSS class of an instruction class; unknown instruction classes have that of "other"."""
     known = name in INSTRUCTION_CLASSES
-    return _CLASSES[INSTRUCTION_CLASSES.index(name)] if known else _CLASSES[-1]
+    return _CSS_CLASSES[INSTRUCTION_CLASSES.index(name)] if known else _CSS_CLASSES[-1]
 
 
 def ordered_mix(mix: InstructionMix) -> list[tuple[str, int]]:
@@ -29,7 +29,7 @@ def ordered_mix(mix: InstructionMix) -> list[tuple[str, int]]:
 
 
 def mix_stack(label: str, mixes: Sequence[InstructionMix]) -> Stack:
-    """The mean of mixes; each has the same weight, whatever its code size."""
+    """The mean of mixes. Each mix has the same weight, whatever its code size."""
     totals = dict.fromkeys(INSTRUCTION_CLASSES, 0.0)
     for mix in mixes:
         for name, count in ordered_mix(mix):

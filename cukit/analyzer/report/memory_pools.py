@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, Mark, bar_chart
-from cukit.analyzer.report.benchmarks import OURS, Record
 from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Paragraph, Table, cell
+from cukit.analyzer.results import OURS, Record
 
 TITLES = {
     "cupy": "CuPy",

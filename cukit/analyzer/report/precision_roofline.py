@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from cukit.analyzer import peaks
 from cukit.analyzer.peaks import Peak
 from cukit.analyzer.report import numbers, svg
-from cukit.analyzer.report.benchmarks import BenchmarkResults, Record, impl_title, is_ours
+from cukit.analyzer.report.benchmarks import BenchmarkResults, impl_title, is_ours
 from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Fold, Paragraph, Table
 from cukit.analyzer.report.roofline import Point, Roof, roofline
+from cukit.analyzer.results import Record
 
 TOLERANCE = 1.005
 """Rates are medians: up to half a percent above a ceiling counts as on it."""

@@ -11,10 +11,8 @@ from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, Mark, bar_chart
 from cukit.analyzer.report.benchmarks import (
     EQUAL,
-    OURS,
     BenchmarkResults,
     Case,
-    Record,
     impl_title,
     is_ours,
     largest_cases,
@@ -37,6 +35,7 @@ from cukit.analyzer.report.layout import (
 )
 from cukit.analyzer.report.memory_pools import pool_blocks
 from cukit.analyzer.report.precision_roofline import roofline_blocks
+from cukit.analyzer.results import OURS, Record
 from cukit.analyzer.statistics import NOISY_INTERVAL
 
 FASTEST_PEER = "fastest peer"

@@ -1,4 +1,4 @@
-"""Results of every kind for reports to be made from, small but complete."""
+"""Small, complete results of every kind, as input of reports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from cukit.analyzer import schema
+from cukit.analyzer.report import generate_report
 
 HOSTILE = "<script>alert('&')</script>"
 """A name that a page would run as a script if it were not escaped."""
@@ -47,7 +48,7 @@ def record(impl: str, median_us: float, **more: Any) -> dict[str, Any]:
 
 
 def benchmarks() -> dict[str, Any]:
-    """Two families, a wrong peer, a variant of ours, a case without a floor, a hostile name."""
+    """Two families, a wrong peer, a variant of cukit, a case without a floor, a hostile name."""
     attention = {"family": "attention", "op": "flash_attention", "case": "d128 causal"}
     host = {"family": "host", "op": "rms_norm", "case": "enqueue", "floor_us": None, "gbps": None}
     return {
@@ -164,8 +165,7 @@ def distillation() -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """Snapshot of a pool of three pages: 3 MiB live, 1 MiB pending, a hole of 1 MiB and one of 1,
-    after 5 MiB had been live."""
+    """Snapshot of a pool of 6 MiB: 3 MiB live (peak: 5), 1 MiB pending, two holes of 1 MiB."""
     mib = 1 << 20
 
     def block(size: int, state: str, line: int = 0) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def memory() -> dict[str, Any]:
 
 
 def analysis() -> schema.AnalysisReport:
-    """A kernel about which everything is known, and one about which nothing is."""
+    """A kernel with every field, and one with none."""
     environment = schema.Environment(
         gpu="NVIDIA H200",
         arch="sm_90",
@@ -230,11 +230,11 @@ def analysis() -> schema.AnalysisReport:
         for width in (4, 16)
         for stride in (1, 2, 4, 8, 16, 32)
     )
-    return schema.AnalysisReport(environment, (_known(), _unknown()), accesses=accesses)
+    return schema.AnalysisReport(environment, (_complete(), _empty()), accesses=accesses)
 
 
 def traced() -> schema.AnalysisReport:
-    """A script of three launches on two streams: 10 us, 20 us that overlap them by 5, then 5 us."""
+    """A script of three launches on two streams, at 0 to 10, 5 to 25 and 45 to 50 us."""
     report = analysis()
     (first, _) = report.analyses
 
@@ -253,7 +253,24 @@ def traced() -> schema.AnalysisReport:
     return replace(report, analyses=kernels, timeline=timeline)
 
 
-def _known() -> schema.KernelAnalysis:
+def every_kind() -> list[Any]:
+    """Results of every kind, in the order of their sections."""
+    return [analysis(), benchmarks(), kernels(), distillation(), memory()]
+
+
+def documents() -> dict[str, Any]:
+    """The contents of a results file of each kind."""
+    (document,) = generate_report([analysis()]).to_dict()["documents"]
+    return {
+        "analysis": document["content"],
+        "benchmarks": benchmarks(),
+        "kernels": kernels(),
+        "distillation": distillation(),
+        "memory": memory(),
+    }
+
+
+def _complete() -> schema.KernelAnalysis:
     curve = tuple(schema.CurvePoint(t, min(1.0, t / 256)) for t in range(32, 1025, 32))
     resident = schema.OccupancyAnalysis(
         blocks_per_sm=4,
@@ -318,7 +335,7 @@ def _known() -> schema.KernelAnalysis:
     )
 
 
-def _unknown() -> schema.KernelAnalysis:
+def _empty() -> schema.KernelAnalysis:
     return schema.KernelAnalysis(
         name=HOSTILE + LONG,
         kind="call",

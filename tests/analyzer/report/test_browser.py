@@ -85,15 +85,7 @@ addEventListener("message", (event) => {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a page of all sections, which ends in the probe."""
-    report = generate_report(
-        [
-            samples.analysis(),
-            samples.benchmarks(),
-            samples.kernels(),
-            samples.distillation(),
-            samples.memory(),
-        ]
-    )
+    report = generate_report(samples.every_kind())
     path = tmp_path_factory.mktemp("page")
     page = report.to_html().replace("</body>", f"{PROBE}</body>")
     (path / "report.html").write_text(page, encoding="utf-8")
@@ -101,7 +93,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("width", "is_phone"), [(1280, False), (390, True)])
-def test_the_page_in_chromium(folder: Path, width: int, is_phone: bool, tmp_path: Path) -> None:
+def test_the_page_works_in_chromium(
+    folder: Path, width: int, is_phone: bool, tmp_path: Path
+) -> None:
     frame = folder / f"{width}.html"
     frame.write_text(FRAME.replace("{width}", str(width)))
     command = [

@@ -33,7 +33,7 @@ def test_ticks_are_within_their_scale(low: float, ratio: float, log: bool, at_mo
     assert all(10.0 - 0.1 <= scale(tick) <= 110.0 + 0.1 for tick in ticks)
 
 
-def test_a_scale_maps_its_ends() -> None:
+def test_a_logarithmic_scale_maps_decades_evenly() -> None:
     scale = svg.Scale(1.0, 100.0, 0.0, 50.0, logarithmic=True)
     assert [scale(value) for value in (1.0, 10.0, 100.0)] == pytest.approx([0.0, 25.0, 50.0])
 
@@ -78,8 +78,8 @@ def test_labels_of_ceilings_do_not_overlap(measured: float, datasheet: float, wi
 
 
 def test_attributes_and_text_are_escaped() -> None:
-    made = svg.element("text", svg.tip('a<b & "c"'), class_='x"y', text_anchor=None, x=1.0)
-    parsed = ElementTree.fromstring(made)
+    markup = svg.element("text", svg.tip('a<b & "c"'), class_='x"y', text_anchor=None, x=1.0)
+    parsed = ElementTree.fromstring(markup)
     assert parsed.attrib == {"class": 'x"y', "x": "1"}
     assert parsed[0].text == 'a<b & "c"'
 
@@ -114,7 +114,7 @@ def results() -> BenchmarkResults:
     return BenchmarkResults(content["environment"], tuple(content["records"]))
 
 
-def test_wrong_peers_and_our_own_variants_are_not_compared() -> None:
+def test_wrong_peers_and_variants_of_cukit_are_not_compared() -> None:
     cases = {(case.op, case.name): case for case in results().cases}
     first = cases["rms_norm", "8192x4096"]
     assert first.fastest_peer is not None
@@ -133,12 +133,12 @@ def test_a_wrong_result_of_cukit_has_no_speed() -> None:
     assert largest_cases(found.cases) == []
 
 
-def test_the_largest_case_stands_for_an_op() -> None:
+def test_the_largest_case_represents_its_op() -> None:
     chosen = [(case.op, case.name) for case in largest_cases(results().cases)]
     assert chosen == [("rms_norm", "16384x8192"), ("flash_attention", "d128 causal")]
 
 
-def test_the_verdict_counts() -> None:
+def test_the_verdict_counts_faster_and_slower_cases() -> None:
     assert results().verdict.endswith("faster in 2, within 3% in 0 and slower in 1.")
 
 
@@ -156,7 +156,7 @@ def test_tick_labels_at_the_ends_are_not_clipped(last: float, width: float) -> N
 
 
 @pytest.mark.parametrize("width", [svg.HALF, svg.NARROW])
-def test_parts_of_a_stack_fill_it_in_their_shares(width: float) -> None:
+def test_parts_of_a_stack_are_proportional_to_their_values(width: float) -> None:
     parts = (Part("colour-0", "a", 1.0), Part("colour-1", "none", 0.0), Part("colour-2", "b", 3.0))
     drawing = ElementTree.fromstring(
         stacked_chart([Stack("gemm", "4", parts)], title="mix", width=width)
@@ -222,7 +222,7 @@ def test_an_unknown_gpu_keeps_its_measured_roofs() -> None:
     assert roofline_blocks(precisions(product(1300.0, "float8_e4m3"), gpu="Another GPU")) == []
 
 
-def test_floors_equal_those_of_the_precision() -> None:
+def test_floors_use_the_peak_of_the_precision() -> None:
     (case,) = precisions(product(1300.0, "float8_e4m3", floor_us=176.0)).cases
     assert case.floor_us == pytest.approx(100 * 1300 / 1979, rel=1e-3)
     assert case.ours is not None

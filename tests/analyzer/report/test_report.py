@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,16 +19,7 @@ from tests.analyzer.report.pages import SVG, Page, all_text, drawings, extents
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return generate_report(
-        [
-            samples.analysis(),
-            samples.benchmarks(),
-            samples.kernels(),
-            samples.distillation(),
-            samples.memory(),
-        ],
-        title=f"All of it {samples.HOSTILE}",
-    )
+    return generate_report(samples.every_kind(), title=f"All of it {samples.HOSTILE}")
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +27,12 @@ def page(report: Report) -> Page:
     return Page(report.to_html())
 
 
-def test_every_kind_has_its_chapter(report: Report) -> None:
+def test_every_kind_has_its_section(report: Report) -> None:
     titles = [section.title for section in report.sections]
     assert titles == ["Analysis", "Benchmarks", "Kernels", "Distillation", "Memory"]
 
 
-def test_chapters_of_one_kind_are_numbered() -> None:
+def test_sections_of_one_kind_are_numbered() -> None:
     report = generate_report([samples.kernels(), samples.benchmarks(), samples.kernels()])
     titles = [section.title for section in report.sections]
     assert titles == ["Kernels 1", "Benchmarks", "Kernels 2"]
@@ -55,16 +45,16 @@ def test_empty_columns_are_omitted() -> None:
 
 
 def test_the_page_makes_no_external_requests(page: Page) -> None:
-    inside = [address for address in page.addresses if not address.startswith("#")]
-    assert inside == ["data:,"]
+    addresses = [address for address in page.addresses if not address.startswith("#")]
+    assert addresses == ["data:,"]
     without_namespace = page.markup.replace("http://www.w3.org/2000/svg", "")
     assert not re.search(r"https?:|//[a-z]+\.|@import|url\(", without_namespace)
     assert "default-src 'none'" in page.markup
 
 
-def test_names_are_escaped(page: Page, report: Report) -> None:
+def test_names_are_escaped(page: Page) -> None:
     assert samples.HOSTILE not in page.markup
-    assert page.tags.count("script") == 3, "our own, and the indices of two tables"
+    assert page.tags.count("script") == 3, "one of the page, and the indices of two tables"
     assert page.markup.startswith("<!doctype html>")
     assert "&lt;script&gt;" in page.markup
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", page.markup)
@@ -141,14 +131,14 @@ def test_bars_are_as_long_as_their_values(page: Page) -> None:
     assert "1,370 µs" in all_text(drawing)
 
 
-def test_static_facts_of_kernels(page: Page) -> None:
+def test_kernels_are_listed_with_their_resources(page: Page) -> None:
     spilling = page.numbers("rms_norm sm_90a DTYPE=float32")
     assert spilling == [512, 128, 24, 64, 0.25, 500, 0.5]
     labels = [d.attrib["aria-label"] for d in drawings(page.markup)]
     assert "Theoretical occupancy of the variants" in labels
 
 
-def test_an_analysis_shows_what_is_known_and_what_is_missing(page: Page) -> None:
+def test_an_analysis_lists_its_values_and_missing_fields(page: Page) -> None:
     (overview, *_) = page.rows("my_kernel")
     assert [value for _, value in overview if value is not None] == [
         42.125, 30.5, 3560.8, 284.9, 0.834, 64, 24, 0.5, 0.47,
@@ -166,7 +156,7 @@ def test_the_access_probe_is_drawn_and_listed(page: Page) -> None:
     assert page.numbers("16", "32") == [16, 32, 125.0, 1 / 32, 1 / 16]
 
 
-def test_a_traced_script_shows_where_its_time_goes() -> None:
+def test_a_traced_script_shows_the_time_of_each_kernel() -> None:
     markup = generate_report([samples.traced()]).to_html()
     (wide, _) = [d for d in drawings(markup) if "Time of the script" in d.attrib["aria-label"]]
     assert {"20.0 µs, 57.1%", "15.0 µs, 42.9%"} <= set(all_text(wide))
@@ -220,8 +210,8 @@ def test_a_pool_snapshot_becomes_a_section(tmp_path: Path) -> None:
         for address in addresses[::3]:
             pool.free(address)
         write_snapshot(tmp_path / "pool.json", pool, history)
-        most = max(sample.live for sample in history.timeline())
-    assert most == 12 << 20
+        peak = max(sample.live for sample in history.timeline())
+    assert peak == 12 << 20
     report = generate_report([tmp_path / "pool.json"])
     page = Page(report.to_html())
     tiles = dict(re.findall(r"<dt>(.*?)</dt><dd class=\"\">(.*?)</dd>", page.markup))
@@ -251,13 +241,7 @@ def test_the_terminal_shows_the_tables(report: Report, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KEYS))
 def test_damaged_files_are_reported(kind: str, tmp_path: Path) -> None:
-    whole: dict[str, Any] = {
-        "benchmarks": samples.benchmarks(),
-        "kernels": samples.kernels(),
-        "distillation": samples.distillation(),
-        "memory": samples.memory(),
-        "analysis": generate_report([samples.analysis()]).to_dict()["documents"][0]["content"],
-    }[kind]
+    whole = samples.documents()[kind]
     (tmp_path / "damaged.json").write_text(json.dumps({**whole, KEYS[kind][-1]: [3], "models": 1}))
     if kind == "distillation":
         (tmp_path / "damaged.json").write_text(json.dumps({**whole, "models": {"teacher": {}}}))
@@ -314,14 +298,14 @@ def test_a_distillation_section_includes_its_pool(pool: str) -> None:
         assert cells["fragmentation at the end"] == "25%"
 
 
-def test_a_distillation_without_curves_has_none() -> None:
+def test_a_distillation_without_a_history_has_no_loss_chart() -> None:
     run = samples.distillation()
     for facts in run["models"].values():
         facts["history"] = []
     assert "Loss in training" not in generate_report([run]).to_html()
 
 
-def test_an_unknown_form_is_rejected_before_work(tmp_path: Path) -> None:
+def test_an_unknown_output_format_is_rejected_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"report\.pdf"):
         generate_report([tmp_path / "absent.json"], [tmp_path / "report.pdf"])
 

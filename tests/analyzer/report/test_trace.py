@@ -1,4 +1,4 @@
-"""Traces: the viewer's contents, and their size limit."""
+"""Traces for a viewer: their spans, and their size limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_spans_equal_those_of_the_data() -> None:
     assert trace["otherData"]["left_out"] == 0
 
 
-def test_a_traced_script_runs_in_its_own_folder() -> None:
+def test_launches_of_a_traced_script_keep_their_times_and_streams() -> None:
     trace = json.loads(generate_report([samples.traced()]).to_trace())
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     assert [(e["name"], e["ts"], e["dur"]) for e in spans] == [
@@ -54,6 +54,6 @@ def test_a_size_limit_too_small_for_a_trace_is_rejected() -> None:
         trace_json([Span("track", "op", 0.0, 1.0)], 10)
 
 
-def test_results_without_single_times_make_no_trace() -> None:
+def test_results_without_times_of_single_ops_are_rejected() -> None:
     with pytest.raises(ConfigError, match="no times of single ops"):
         generate_report([samples.benchmarks()]).to_trace()
