@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from cukit.core.arrays import Array, namespace
-from cukit.distributed.host import HostCommunicator, check_operation, check_root
+from cukit.distributed.host import HostCommunicator, check_gathered, check_operation, check_root
 from cukit.distributed.nccl import NcclCommunicator
 from cukit.distributed.ranks import Ranks, ranks_from_environment
 
@@ -69,6 +69,8 @@ class Alone:
 
     def all_gather(self, array: Array, out: Array | None = None) -> Array:
         """`array` as [1, *shape], in `out` if given."""
+        check_operation("all_gather", array)
+        check_gathered(1, array, out)
         gathered = namespace(array).empty((1, *array.shape), array.dtype) if out is None else out
         gathered[0] = array
         return gathered

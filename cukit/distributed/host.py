@@ -83,6 +83,7 @@ class HostCommunicator:
     def all_gather(self, array: Array, out: Array | None = None) -> Array:
         """The arrays of all ranks, of one shape and dtype: [size, *shape], in `out` if given."""
         check_operation("all_gather", array)
+        check_gathered(self.size, array, out)
         gathered = np.empty((self.size, *array.shape), array.dtype) if out is None else out
         gathered[self.rank] = array
         tag = _tag("all_gather", array)
@@ -91,7 +92,7 @@ class HostCommunicator:
             self._receive_into(0, tag, gathered)
             return gathered
         for index in range(len(self._peers)):
-            self._receive_into(index, tag, gathered[index + 1])
+            self._receive_into(index, tag, gathered[index + 1 : index + 2])
         for peer in self._peers:
             self._send(peer, tag, _bytes_of(gathered))
         return gathered
@@ -256,6 +257,18 @@ def check_operation(name: str, array: Array, op: str = "sum") -> None:
         raise ArrayError(f"{name}: op must be one of {', '.join(OPERATIONS)}, got {op!r}")
     if not array.flags.c_contiguous:
         raise ArrayError(f"{name}: array must be C-contiguous, got strides {array.strides}")
+
+
+def check_gathered(size: int, array: Array, out: Array | None) -> None:
+    """Raises ArrayError unless `out` is None or can hold the arrays of `size` ranks."""
+    if out is None:
+        return
+    shape = (size, *array.shape)
+    if out.shape != shape or out.dtype != array.dtype or not out.flags.c_contiguous:
+        raise ArrayError(
+            f"all_gather: out must be {array.dtype} {shape}, C-contiguous, got {out.dtype} "
+            f"{out.shape} with strides {out.strides}"
+        )
 
 
 def check_root(ranks: Any, root: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from cukit.core.arrays import Array
 from cukit.core.device import require_cupy
-from cukit.distributed.host import HostCommunicator, check_operation, check_root
+from cukit.distributed.host import HostCommunicator, check_gathered, check_operation, check_root
 from cukit.distributed.ranks import Ranks
 from cukit.errors import ArrayDtypeError, CommunicationError, MissingDependencyError
 
@@ -87,6 +87,7 @@ class NcclCommunicator:
     def all_gather(self, array: Array, out: Array | None = None) -> Array:
         """The arrays of all ranks, of one shape and dtype: [size, *shape], in `out` if given."""
         check_operation("all_gather", array)
+        check_gathered(self.size, array, out)
         gathered = self._cupy.empty((self.size, *array.shape), array.dtype) if out is None else out
         self._check(
             self._nccl.ncclAllGather(
@@ -212,14 +213,3 @@ def _declare(library: Any) -> Any:
     library.ncclGetErrorString.argtypes = [number]
     library.ncclGetErrorString.restype = ctypes.c_char_p
     return library
-
-
-def _version(library: Any) -> tuple[int, int, int]:
-    found = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(found))
-    return found.value // 10000, found.value // 100 % 100, found.value % 100
-
-
-def nccl_version() -> tuple[int, int, int] | None:
-    """(major, minor, patch) of the loaded NCCL; None without NCCL."""
-    return _version(_library()) if nccl_available() else None

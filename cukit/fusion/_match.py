@@ -12,7 +12,7 @@ import numpy as np
 from cukit.fusion._trace import Node
 from cukit.fusion._tree import is_array
 
-_SAME = {
+_ALIASES = {
     "true_divide": "divide", "amax": "max", "amin": "min", "abs": "absolute", "dot": "matmul",
     "pow": "power", "matrix_transpose": "transpose", "permute_dims": "transpose",
     "moveaxis": "transpose", "swapaxes": "transpose",
@@ -37,7 +37,7 @@ class Number(float):
 
 def form(node: Node) -> Form | None:
     """The normal form of an operation; None if it cannot be part of a pattern."""
-    name = _SAME.get(node.name, node.name)
+    name = _ALIASES.get(node.name, node.name)
     args, kwargs = node.args, dict(node.kwargs)
     if name in _REDUCTIONS:
         return _reduction(name, node)
@@ -128,7 +128,10 @@ class Match(NamedTuple):
 
 
 def match(pattern: Node, names: dict[int, str], root: Node) -> Match | None:
-    """Matches a pattern whose last operation is `root`. names: the pattern's inputs by id."""
+    """The occurrence of `pattern` that ends at `root`, or None.
+
+    names: the names of the pattern's inputs, by their ids.
+    """
     for bound in _unify(pattern, root, {}):
         inputs = {names[key]: value for key, value in bound.items() if key in names}
         return Match(root, inputs, _between(root, inputs))

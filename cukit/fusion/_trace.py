@@ -1,6 +1,6 @@
 """Records the array operations of a function as a graph.
 
-The function runs once on :class:`Traced` values, each of which holds the array of the sample, so
+The function runs once on :class:`Traced` values. Each of them holds an array of the sample call, so
 that shapes and dtypes are known. NumPy calls are intercepted by `__array_ufunc__` and
 `__array_function__`. CuPy has no such protocol for foreign types, so the public functions of its
 namespaces, and of cukit, are replaced by recording wrappers during the run.
@@ -47,7 +47,7 @@ class Node:
 
     name: NumPy's name of the function, or "input". call: the function that computes it.
     args, kwargs: its arguments, with nodes in place of traced arrays, also inside lists, tuples,
-    dictionaries and slices. value: the result on the sample.
+    dictionaries and slices. value: the result in the sample call.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Trace:
     result: Any
 
     def free(self) -> None:
-        """Drops the values on the sample, and so the memory of the intermediates."""
+        """Drops the values of the sample call, which frees the memory of the intermediates."""
         for node in (*self.nodes(), *self.inputs):
             node.value = None
 
@@ -297,7 +297,8 @@ def _recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not leaves((args, kwargs), _is_traced):
             return function(*args, **kwargs)
-        if kwargs.get("out") is not None:
+        inputs = getattr(function, "nin", len(args))  # further arguments of a ufunc are outputs
+        if kwargs.get("out") is not None or len(args) > inputs:
             raise CannotRepeatError(f"{name} writes to out=")
         return record(name, function, args, kwargs)
 

@@ -74,7 +74,7 @@ class Optimized:
         self._graph: GraphedCall | None = None
 
     def restore(self) -> Callable[..., Any]:
-        """Make all later calls run the original. Returns the original."""
+        """Makes all later calls run the original, and returns it."""
         self._program = self._graph = None
         return self.function
 
@@ -385,7 +385,7 @@ def _judge(
 
 
 def _difference(before: Any, after: Any, tolerance: float | None) -> tuple[float, float]:
-    """Largest difference over the largest output, and the tolerance."""
+    """Largest difference divided by the largest output, and the tolerance."""
     error = 0.0
     allowed = 0.0 if tolerance is None else tolerance
     befores, afters = arrays_of(before), arrays_of(after)

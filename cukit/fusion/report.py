@@ -1,4 +1,4 @@
-"""Tolerances and reports of both `optimize`: for array functions and for PyTorch models."""
+"""Tolerances and reports of `cukit.optimize` and `cukit.torch.optimize`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WHOLE_TOLERANCE = 4.0
 class FusionReport:
     """The result of one candidate replacement.
 
-    op: cukit's op. operations: number of operations it replaces. shape: of the op's result.
-    error: largest difference of the results over the largest result; NaN if the op rejected its
-    inputs. before_us, after_us: median times, None without a GPU. outcome: "fused", "fused for the
-    CUDA graph" (not faster by itself), "would fuse", or why the original is kept.
+    op: cukit's op. operations: number of operations it replaces. shape: shape of the op's result.
+    error: largest difference of the results, divided by the largest result; NaN if the op rejected
+    its inputs. before_us, after_us: median times, None without a GPU. outcome: "fused", "fused for
+    the CUDA graph" (not faster by itself), "would fuse", or why the original is kept.
     """
 
     op: str

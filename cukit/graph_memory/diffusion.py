@@ -59,8 +59,9 @@ def graph_diffusion(
 
     Args:
         memory: float32|float16|bfloat16 [num_nodes, dim], C-contiguous; float64 on the CPU only.
-        transition: `Transition(row_offsets, columns, values)`: int32 [num_nodes + 1], int32 and
-            float32 [num_edges]. Offsets and columns are validated on the CPU only.
+        transition: `Transition(row_offsets, columns, values)`: int32 [num_nodes + 1], int32
+            [num_edges], float32 [num_edges] (float64 on the CPU only). Offsets and columns are
+            validated on the CPU only.
         steps: number of products with T, 0 to 1000.
         restart: 0 to 1, for `"pagerank"`.
         method: `"pagerank"` or `"heat"`.
@@ -120,8 +121,8 @@ def graph_diffusion_backward(
             of steps * num_nodes * dim elements.
 
     Returns:
-        `(grad_memory, grad_values)`: shape and dtype of `memory`; float32 [num_edges], or None
-        unless `values`.
+        `(grad_memory, grad_values)`: shape and dtype of `memory`; [num_edges] in the dtype of the
+        transition's values, or None unless `values`.
 
     Raises:
         ArrayError, ConfigError: as :func:`graph_diffusion`.
@@ -159,7 +160,7 @@ def graph_diffusion_backward(
         states.append(_steps(op, states[-1], memory, transition, (keep,), True))
     grad = grad_out
     for number, (keep, state) in enumerate(zip(reversed(weights), reversed(states), strict=True)):
-        gradient = _prepare_gradient(grad, transition.values, keep, number == 0)
+        gradient = _prepare_gradient(grad, state, transition.values, keep, number == 0)
         gradient(transition.row_offsets, transition.columns, grad, state, grad_values)
         if number + 1 < len(weights):
             grad = _steps(op, grad, grad, backwards, (keep,), False)
@@ -172,21 +173,21 @@ def _diffuse(op: str, memory: Array, transition: Transition, weights: tuple[floa
     return _steps(op, memory, memory, transition, weights, True)
 
 
-def apply_transition(z: Array, transition: Transition, *, on_kernel: bool) -> Array:
+def apply_transition(op: str, z: Array, transition: Transition, *, on_kernel: bool) -> Array:
     """`T z`, with each row summed in the order of its edges."""
     if not on_kernel:
-        reference.check_edges(transition, len(z))
+        reference.check_edges(op, transition, len(z))
         return reference.apply_transition(transition, z)
     if not z.size:
         return z.copy()
-    return _steps("graph_diffusion", z, z, transition, (1.0,), False)
+    return _steps(op, z, z, transition, (1.0,), False)
 
 
-def row_sums(transition: Transition, *, on_kernel: bool) -> Array:
+def row_sums(op: str, transition: Transition, *, on_kernel: bool) -> Array:
     """Sums of the values of each row, in the order of its edges."""
     offsets, _, values = transition
     ones = namespace(values).ones((len(offsets) - 1, 1), values.dtype)
-    return apply_transition(ones, transition, on_kernel=on_kernel)[:, 0]
+    return apply_transition(op, ones, transition, on_kernel=on_kernel)[:, 0]
 
 
 def _steps(
@@ -197,7 +198,10 @@ def _steps(
     weights: tuple[float, ...],
     inject: bool,
 ) -> Array:
-    """`state` after one step per element of `weights`."""
+    """`state` after one step per element of `weights`.
+
+    inject: whether a step with weight `keep` adds `(1 - keep) memory`.
+    """
     launches = _prepare(op, state, memory, *transition, weights, inject)
     out = empty(state, state.shape)
     scratch = empty(state, state.shape) if len(weights) > 1 else out
@@ -293,9 +297,9 @@ def _prepare(
 
 
 @launch_plan
-def _prepare_gradient(grad: Array, values: Array, keep: float, first: bool) -> Launch:
+def _prepare_gradient(grad: Array, state: Array, values: Array, keep: float, first: bool) -> Launch:
     num_nodes, dim = grad.shape
-    spec = _gradient_spec(grad.dtype.name, access_width(dim, grad), first)
+    spec = _gradient_spec(grad.dtype.name, access_width(dim, grad, state), first)
     scalars = (_PARAMETERS.pack(num_rows=num_nodes, dim=dim, first=0, keep=keep, inject=0.0),)
     return Launch(load_kernel(spec), (-(-num_nodes // (_THREADS // _WARP)),), scalars)
 

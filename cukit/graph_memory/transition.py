@@ -56,7 +56,7 @@ def transition_from_adjacency(adjacency: Any, *, normalize: str = "row") -> Tran
         check_array(op, "adjacency.values", values, dtypes=FLOAT_DTYPES, shape=columns.shape)
         if len(offsets) == 0:
             raise ArrayShapeError(f"{op}: adjacency.row_offsets must have an element, got none")
-        return _normalised(Transition(offsets, columns, values), normalize)
+        return _normalised(op, Transition(offsets, columns, values), normalize)
     matrix = adopt(op, adjacency)[0]
     assert matrix is not None
     check_array(op, "adjacency", matrix, dtypes=(float32, FLOAT_DTYPES[-1]), ndim=2)
@@ -65,7 +65,7 @@ def transition_from_adjacency(adjacency: Any, *, normalize: str = "row") -> Tran
     rows, columns = xp.nonzero(matrix)
     counts = xp.bincount(rows, minlength=len(matrix)) if len(rows) else xp.zeros(len(matrix))
     edges = Transition(_row_offsets(xp, counts), columns.astype(int32), matrix[rows, columns])
-    return _normalised(edges, normalize)
+    return _normalised(op, edges, normalize)
 
 
 def transition_from_similarity(
@@ -128,7 +128,7 @@ def transition_from_similarity(
         counts = xp.bincount(both[0], minlength=num_nodes)
         values = xp.concatenate([weights, weights])[order]
         edges = Transition(_row_offsets(xp, counts), both[1][order].astype(int32), values)
-        return _normalised(edges, "symmetric")
+        return _normalised(op, edges, "symmetric")
     weights = xp.exp(scores - scores[:, :1])
     weights /= weights.sum(axis=1, keepdims=True)
     columns = xp.ascontiguousarray(neighbours).ravel()
@@ -170,11 +170,12 @@ def transition_from_similarity_backward(
     factor = grad_values.dtype.type(memory.shape[1] ** -0.5 if scale is None else scale)
     on_kernel = runs_kernel("graph_diffusion", *arrays)
     weighted = transition._replace(values=transition.values * grad_values)
-    sums = row_sums(weighted, on_kernel=on_kernel)
+    sums = row_sums(op, weighted, on_kernel=on_kernel)
     centred = grad_values - sums[rows_of_edges(transition)]
     slopes = transition._replace(values=factor * transition.values * centred)
     from_targets, from_sources = (
-        apply_transition(memory, each, on_kernel=on_kernel) for each in (slopes, transpose(slopes))
+        apply_transition(op, memory, each, on_kernel=on_kernel)
+        for each in (slopes, transpose(slopes))
     )
     if from_targets.dtype.itemsize < 4:
         total = from_targets.astype(float32) + from_sources.astype(float32)
@@ -189,7 +190,7 @@ def _row_offsets(xp: Any, counts: Array) -> Array:
     return offsets
 
 
-def _normalised(edges: Transition, normalize: str) -> Transition:
+def _normalised(op: str, edges: Transition, normalize: str) -> Transition:
     offsets, columns, values = edges
     xp = namespace(values)
     values = values.astype(float32) if values.dtype.itemsize < 4 else values
@@ -200,7 +201,7 @@ def _normalised(edges: Transition, normalize: str) -> Transition:
         values = xp.exp(values - most[rows])
     edges = Transition(offsets, columns, values)
     on_kernel = runs_kernel("graph_diffusion", offsets, columns, values)
-    sums = row_sums(edges, on_kernel=on_kernel)
+    sums = row_sums(op, edges, on_kernel=on_kernel)
     divisor = xp.where(sums == 0, 1, sums)
     if normalize == "symmetric":
         roots = 1 / xp.sqrt(divisor)

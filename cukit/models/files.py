@@ -16,7 +16,7 @@ from cukit.models.transformer import Transformer
 
 
 def save_model(path: Path, model: Transformer, **extra: Any) -> None:
-    """Write a model: parameters in its own dtype, config (and `extra`) in the header."""
+    """Writes a model: its parameters in their dtype, its config and `extra` in the header."""
     description = {"config": model.config.to_dict(), **extra}
     write_arrays(path, model.parameters.to_host(), description)
 
@@ -27,10 +27,10 @@ def load_model(path: Path, xp: ModuleType = np, *, dtype: str | None = None) -> 
     Args:
         path: a .safetensors file.
         xp: numpy or cupy, for the parameters.
-        dtype: of the parameters; None: that of the file.
+        dtype: dtype of the parameters; None: as in the file.
 
     Raises:
-        DataError: the file is absent, damaged or not a model's.
+        DataError: the file is absent, damaged or contains no model.
     """
     arrays, description = read_arrays(path)
     try:

@@ -6,13 +6,14 @@ import math
 
 import numpy as np
 
+from cukit.core.scalars import check_integer
 from cukit.errors import ConfigError, DataError
 from cukit.models.parameters import host_array
 from cukit.models.transformer import Transformer
 from cukit.sampling import sample
 
 MAX_TOKENS = 1_000_000
-"""A limit that catches typing errors: a call returns only after the last token."""
+"""Catches mistyped values of num_tokens: a call returns only after the last token."""
 
 
 def generate(
@@ -26,7 +27,7 @@ def generate(
     min_p: float | None = None,
     seed: int = 0,
 ) -> list[int]:
-    """Continue `prompt` by `num_tokens` tokens, sampled from softmax(logits / temperature).
+    """Continues `prompt` by `num_tokens` tokens, sampled from softmax(logits / temperature).
 
     New tokens attend to cached keys and values, so a step processes a single position. The same
     seed gives the same tokens.
@@ -52,8 +53,7 @@ def generate(
         raise ConfigError("prompt: expected at least one token")
     if not all(0 <= token < config.vocab_size for token in prompt):
         raise ConfigError(f"prompt: tokens must be in 0..{config.vocab_size - 1}")
-    if not 0 <= num_tokens <= MAX_TOKENS:
-        raise ConfigError(f"num_tokens: expected 0 to {MAX_TOKENS}, got {num_tokens}")
+    check_integer("generate", "num_tokens", num_tokens, least=0, most=MAX_TOKENS)
     if not (math.isfinite(temperature) and temperature >= 0):
         raise ConfigError(f"temperature: expected a finite number of 0 or more, got {temperature}")
     if top_k is not None and top_k < 1:
@@ -61,13 +61,13 @@ def generate(
 
     text = list(prompt[-config.max_positions :])
     cache = model.new_cache(batch=1)
-    unread = text
+    uncached = text
     new_tokens: list[int] = []
     for step in range(num_tokens):
-        if cache.length + len(unread) > config.max_positions:
-            unread = text = text[-max(1, config.max_positions // 2) :]
+        if cache.length + len(uncached) > config.max_positions:
+            uncached = text = text[-max(1, config.max_positions // 2) :]
             cache.length = 0
-        tokens = model.xp.asarray(np.array([unread], np.int32))
+        tokens = model.xp.asarray(np.array([uncached], np.int32))
         hidden = model.forward(tokens, keep=False, cache=cache).hidden
         drawn = sample(
             model.logits(hidden[-1:]),
@@ -83,5 +83,5 @@ def generate(
             raise DataError(f"generate: the logits of token {step} are not finite numbers")
         new_tokens.append(token)
         text.append(token)
-        unread = [token]
+        uncached = [token]
     return new_tokens

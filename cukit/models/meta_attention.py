@@ -22,7 +22,7 @@ from cukit.sequence import (
 )
 
 _BRANCHES = 4
-_WIDTH = 4
+_CONV_WIDTH = 4
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class MetaAttentionConfig:
             "in_proj": (self.channels + 3 * self.hidden, self.hidden),
             "gate_proj": (self.num_heads * (1 + _BRANCHES), self.hidden),
             "gate_bias": (self.num_heads * (1 + _BRANCHES),),
-            "conv_weight": (self.channels, _WIDTH),
+            "conv_weight": (self.channels, _CONV_WIDTH),
             "conv_bias": (self.channels,),
             "filter": (self.hidden, self.filter_length),
             "out_proj": (self.hidden, self.hidden),
@@ -90,7 +90,7 @@ class MetaAttentionState:
     k: Array
     v: Array
     values: Array
-    """The convolution's outputs, input of the filter: [batch, max_len, hidden]."""
+    """The convolution's first outputs u, inputs of the filter: [batch, max_len, hidden]."""
     length: int = 0
 
 
@@ -100,7 +100,9 @@ class MetaAttentionActivations:
 
     x: Array
     raw: Array
+    """Inputs of the convolution."""
     mixed: Array
+    """Outputs of the convolution: values, then keys and queries of the scan."""
     gates: Array
     decay_input: Array
     log_decay: Array
@@ -110,18 +112,22 @@ class MetaAttentionActivations:
     lse: Array
     branches: tuple[Array, ...]
     mixture: Array
+    """The gated sum of the branches, input of `out_proj`."""
 
 
 class MetaAttention:
     """`y = W_o sum_i p_i branch_i`, where p is the softmax of four gates for each token and head.
 
-    With u, b, c = causal_conv(W_in x) (width 4, SiLU): branch 0 is u, branch 1 the scan
-    `h_t = exp(l_t) h_{t-1} + b_t u_t^T`, `c_t h_t` with `l = -softplus(gate)`, branch 2 causal
-    attention of q, k, v = W_in x, branch 3 the filter `sum_j f_j u_{t-j}`, by FFT along time,
-    zero-padded so that it is causal.
+    `in_proj` computes q, k, v and the inputs of a causal convolution (width 4, SiLU), whose outputs
+    are u, b, c. `gate_proj` computes the gates and the decay input a of each head.
 
-    parameters: arrays by the names and shapes of `config.shapes()`, all of one dtype: float16 or
-        bfloat16 on the GPU, float32 and float64 on the CPU. Not copied.
+    branch 0: u.
+    branch 1: the scan `c_t h_t`, where `h_t = exp(l_t) h_{t-1} + b_t u_t^T`, `l = -softplus(a)`.
+    branch 2: causal attention of q, k and v.
+    branch 3: the causal filter `sum_j f_j u_{t-j}`, by FFT along time with zero padding.
+
+    parameters: arrays with the names and shapes of `config.shapes()`, all of one dtype: float16 or
+        bfloat16 on the GPU, float32 or float64 on the CPU. Not copied.
     """
 
     def __init__(self, config: MetaAttentionConfig, parameters: Mapping[str, Array]) -> None:
@@ -143,7 +149,7 @@ class MetaAttention:
     ) -> MetaAttention:
         """Normal weights, filters with exponential decay, zero biases. xp: numpy or cupy."""
         rng = np.random.default_rng(seed)
-        scale = {"conv_weight": _WIDTH**-0.5, "gate_bias": 0.0, "conv_bias": 0.0}
+        scale = {"conv_weight": _CONV_WIDTH**-0.5, "gate_bias": 0.0, "conv_bias": 0.0}
         values = {
             name: rng.standard_normal(shape) * scale.get(name, config.hidden**-0.5)
             for name, shape in config.shapes().items()
@@ -187,33 +193,38 @@ class MetaAttention:
             grad_y, kept.mixture.reshape(x.shape), p["out_proj"]
         )
         wide = _widen(grad_mixture).reshape(heads)
-        of_branches = [(wide * kept.gates[..., i, None]).astype(x.dtype) for i in range(_BRANCHES)]
-        of_gates = xp.stack([(wide * _widen(each)).sum(-1) for each in kept.branches], axis=-1)
-        of_logits = kept.gates * (of_gates - (kept.gates * of_gates).sum(-1, keepdims=True))
+        grad_branches = [
+            (wide * kept.gates[..., i, None]).astype(x.dtype) for i in range(_BRANCHES)
+        ]
+        grad_gates = xp.stack([(wide * _widen(each)).sum(-1) for each in kept.branches], axis=-1)
+        grad_logits = kept.gates * (grad_gates - (kept.gates * grad_gates).sum(-1, keepdims=True))
 
         u, b, c = self._scan_inputs(xp, kept.mixed)
-        of_scan = gated_scan_backward(of_branches[1], u, b, c, kept.log_decay)
-        of_q, of_k, of_v = flash_attention_backward(
-            of_branches[2], kept.q, kept.k, kept.v, kept.branches[2], kept.lse, causal=True
+        scan_gradients = gated_scan_backward(grad_branches[1], u, b, c, kept.log_decay)
+        grad_q, grad_k, grad_v = flash_attention_backward(
+            grad_branches[2], kept.q, kept.k, kept.v, kept.branches[2], kept.lse, causal=True
         )[:3]
-        of_filter_input, grads["filter"] = self._filter_backward(xp, of_branches[3], u)
-        grad_u = _widen(of_branches[0]) + _widen(of_scan.x) + of_filter_input
+        grad_filter_input, grads["filter"] = self._filter_backward(xp, grad_branches[3], u)
+        grad_u = _widen(grad_branches[0]) + _widen(scan_gradients.x) + grad_filter_input
         flat = (batch, seq_len, -1)
-        of_inputs = (grad_u.astype(x.dtype), of_scan.b, of_scan.c)
-        of_mixed = xp.concatenate([each.reshape(flat) for each in of_inputs], axis=-1)
-        of_conv = causal_conv_backward(of_mixed, kept.raw, p["conv_weight"], p["conv_bias"])
-        grads["conv_weight"], grads["conv_bias"] = of_conv.weight, of_conv.bias
-        of_projected = xp.concatenate(
-            [of_conv.x, of_q.reshape(flat), of_k.reshape(flat), of_v.reshape(flat)], axis=-1
+        grad_inputs = (grad_u.astype(x.dtype), scan_gradients.b, scan_gradients.c)
+        grad_mixed = xp.concatenate([each.reshape(flat) for each in grad_inputs], axis=-1)
+        conv_gradients = causal_conv_backward(
+            grad_mixed, kept.raw, p["conv_weight"], p["conv_bias"]
         )
-        grad_x, grads["in_proj"] = linear_backward(of_projected, x, p["in_proj"])
+        grads["conv_weight"], grads["conv_bias"] = conv_gradients.weight, conv_gradients.bias
+        grad_projected = xp.concatenate(
+            [conv_gradients.x, grad_q.reshape(flat), grad_k.reshape(flat), grad_v.reshape(flat)],
+            axis=-1,
+        )
+        grad_x, grads["in_proj"] = linear_backward(grad_projected, x, p["in_proj"])
 
         # l = -softplus(a): dl/da = -sigmoid(a) = expm1(l)
-        of_decay = _widen(of_scan.log_decay) * xp.expm1(kept.log_decay)
-        of_gate_rows = xp.concatenate([of_decay, of_logits.reshape(flat)], axis=-1)
-        grads["gate_bias"] = of_gate_rows.sum((0, 1)).astype(x.dtype)
+        grad_decay = _widen(scan_gradients.log_decay) * xp.expm1(kept.log_decay)
+        grad_gate_rows = xp.concatenate([grad_decay, grad_logits.reshape(flat)], axis=-1)
+        grads["gate_bias"] = grad_gate_rows.sum((0, 1)).astype(x.dtype)
         through_gates, grads["gate_proj"] = linear_backward(
-            of_gate_rows.astype(x.dtype), x, p["gate_proj"]
+            grad_gate_rows.astype(x.dtype), x, p["gate_proj"]
         )
         return (_widen(grad_x) + _widen(through_gates)).astype(x.dtype), grads
 
@@ -225,7 +236,7 @@ class MetaAttention:
         wide = np.float64 if like.dtype == np.float64 else np.float32
         tokens = (batch, max_len, heads, width)
         return MetaAttentionState(
-            conv=xp.zeros((batch, _WIDTH - 1, config.channels), like.dtype),
+            conv=xp.zeros((batch, _CONV_WIDTH - 1, config.channels), like.dtype),
             scan=xp.zeros((batch, heads, config.state_dim, width), wide),
             k=xp.zeros(tokens, like.dtype),
             v=xp.zeros(tokens, like.dtype),
@@ -287,7 +298,8 @@ class MetaAttention:
         ]
 
     def _gates(self, xp: Any, rows: Array) -> tuple[Array, Array]:
-        """Softmax of the gates [batch, seq_len, heads, 4], and the decays' inputs, in float32."""
+        """Softmax of the gates [batch, seq_len, heads, 4], and the decay inputs [batch, seq_len,
+        heads], in float32 or float64."""
         heads = self.config.num_heads
         wide = _widen(rows) + _widen(self.parameters["gate_bias"])
         logits = wide[..., heads:].reshape(*rows.shape[:2], heads, _BRANCHES)
@@ -303,21 +315,21 @@ class MetaAttention:
         seq_len = u.shape[1]
         taps = _widen(self.parameters["filter"])[:, :seq_len]
         size = 2 * seq_len
-        of_filter = xp.fft.rfft(taps, size, axis=-1).T.reshape(-1, *u.shape[2:])
-        return xp.fft.rfft(_widen(u), size, axis=1), of_filter, size
+        filter_spectrum = xp.fft.rfft(taps, size, axis=-1).T.reshape(-1, *u.shape[2:])
+        return xp.fft.rfft(_widen(u), size, axis=1), filter_spectrum, size
 
     def _filter(self, xp: Any, u: Array) -> Array:
-        of_u, of_filter, size = self._spectra(xp, u)
-        full = xp.fft.irfft(of_u * of_filter, size, axis=1)
+        u_spectrum, filter_spectrum, size = self._spectra(xp, u)
+        full = xp.fft.irfft(u_spectrum * filter_spectrum, size, axis=1)
         return xp.ascontiguousarray(full[:, : u.shape[1]].astype(u.dtype))
 
     def _filter_backward(self, xp: Any, grad: Array, u: Array) -> tuple[Array, Array]:
         """Gradients of u, in float32 or float64, and of the filter."""
         seq_len = u.shape[1]
-        of_u, of_filter, size = self._spectra(xp, u)
-        of_grad = xp.fft.rfft(_widen(grad), size, axis=1)
-        grad_u = xp.fft.irfft(of_grad * xp.conj(of_filter), size, axis=1)[:, :seq_len]
-        lags = xp.fft.irfft((of_grad * xp.conj(of_u)).sum(0), size, axis=0)
+        u_spectrum, filter_spectrum, size = self._spectra(xp, u)
+        grad_spectrum = xp.fft.rfft(_widen(grad), size, axis=1)
+        grad_u = xp.fft.irfft(grad_spectrum * xp.conj(filter_spectrum), size, axis=1)[:, :seq_len]
+        lags = xp.fft.irfft((grad_spectrum * xp.conj(u_spectrum)).sum(0), size, axis=0)
         filters = self.parameters["filter"]
         grad_filter = xp.zeros(filters.shape, filters.dtype)
         count = min(seq_len, filters.shape[1])

@@ -27,7 +27,7 @@ class Parameters(Mapping[str, Any]):
     Args:
         shapes: the shape of each array by name. Order in memory: arrays of two or more axes first
             (weight decay applies to these), then the rest, each in the given order.
-        dtype: of every array.
+        dtype: dtype of all arrays.
         xp: numpy or cupy, for the memory, which is initialised to zero.
     """
 
@@ -37,7 +37,7 @@ class Parameters(Mapping[str, Any]):
         self.shapes = dict(shapes)
         self.xp = xp
         self.on_finished: Callable[[Sequence[str]], None] | None = None
-        """Of gradients: called with the names whose gradients are complete; see `finish`."""
+        """If the arrays are gradients: called with the names of completed ones; see `finish`."""
         matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
         vectors = [name for name, shape in self.shapes.items() if len(shape) <= 1]
         offset, self._spans = 0, {}
@@ -69,12 +69,12 @@ class Parameters(Mapping[str, Any]):
         return Parameters(self.shapes, self.flat.dtype if dtype is None else dtype, self.xp)
 
     def clear(self) -> None:
-        """Set everything to zero, in place."""
+        """Sets all arrays to zero, in place."""
         # All-zero bits are 0.0 in every float format, and not every fill supports bfloat16.
         self.flat.view(np.uint8).fill(0)
 
     def finish(self, *names: str) -> None:
-        """Report to `on_finished` that this backward pass has completed these gradients."""
+        """Reports to `on_finished` that this backward pass has completed these gradients."""
         if self.on_finished is not None:
             self.on_finished(names)
 
@@ -96,7 +96,7 @@ class Parameters(Mapping[str, Any]):
         }
 
     def load(self, arrays: Mapping[str, np.ndarray[Any, Any]], source: str) -> None:
-        """Copy from NumPy arrays with exactly these names and shapes.
+        """Copies from NumPy arrays with exactly these names and shapes.
 
         Raises DataError, which names `source`, before anything is changed.
         """
@@ -115,7 +115,7 @@ class Parameters(Mapping[str, Any]):
         self.load_flat(host)
 
     def load_flat(self, flat: np.ndarray[Any, Any]) -> None:
-        """Copy from a flat array of the same size and dtype."""
+        """Copies from a flat array of the same size and dtype."""
         self.flat[...] = self.xp.asarray(flat)
 
 

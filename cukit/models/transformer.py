@@ -91,7 +91,7 @@ class StateGradients:
     v: dict[int, Array] = field(default_factory=dict)
 
     def add(self, place: dict[int, Array], layer: int, gradient: Array) -> None:
-        """Add `gradient` to an entry of one of the four dictionaries."""
+        """Adds `gradient` to an entry of one of the four dictionaries."""
         place[layer] = place[layer] + gradient if layer in place else gradient
 
 
@@ -156,7 +156,7 @@ class Transformer:
 
     Args:
         config: the architecture.
-        parameters: with the names and shapes of `config.parameter_shapes()`; see
+        parameters: arrays with the names and shapes of `config.parameter_shapes()`; see
             `Transformer.initialise`.
     """
 
@@ -281,14 +281,14 @@ class Transformer:
         gradients: Parameters,
         state_gradients: StateGradients | None = None,
     ) -> None:
-        """Add the gradients of all parameters except an untied head to `gradients`.
+        """Adds the gradients of all parameters except an untied head to `gradients`.
 
         The loss computes the head's gradient (`linear_kl_divergence` does so without storing all
         logits); a tied head shares the embedding's entry.
 
         Args:
-            activations: of a forward pass with keep=True. Its layers are removed one by one, which
-                frees their memory during the pass.
+            activations: result of a forward pass with keep=True. Its layers are removed one by
+                one, which frees their memory during the pass.
             grad_hidden: gradient of `activations.hidden`, same shape and dtype.
             gradients: float arrays by parameter name, added to. The pass reports completed
                 gradients (`Parameters.finish`), so nothing may be added to them afterwards.

@@ -1,4 +1,4 @@
-"""The array namespace of an argument, and the dtype in which a reference computes."""
+"""Helpers of the references: array namespace, working dtype, sigmoid, check of indices."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ def upcast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
     return tuple(None if a is None else a.astype(dtype, copy=False) for a in arrays)
 
 
-def check_range(name: str, index: Array, extent: int) -> None:
+def sigmoid(x: Array) -> Array:
+    """The logistic function. If exp(-x) overflows to infinity, the result is correctly 0."""
+    with np.errstate(over="ignore"):
+        return 1 / (1 + array_namespace(x).exp(-x))
+
+
+def check_range(op: str, name: str, index: Array, extent: int) -> None:
     """Raises ArrayError for an index outside [0, extent), including negative ones."""
     if index.size and (int(index.min()) < 0 or int(index.max()) >= extent):
         raise ArrayError(
-            f"{name} must be 0 to {extent - 1}, got {int(index.min())} to {int(index.max())}"
+            f"{op}: {name} must be 0 to {extent - 1}, got {int(index.min())} to {int(index.max())}"
         )

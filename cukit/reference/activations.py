@@ -8,9 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
-from cukit.reference._xp import array_namespace, working_dtype
+from cukit.reference._xp import array_namespace, sigmoid, working_dtype
 
 Array = Any
 
@@ -21,7 +19,7 @@ GELU_CUBIC = 0.044715
 def silu_and_mul(x: Array) -> Array:
     """`silu(gate) * up` with `gate, up = x[..., :H], x[..., H:]` (Shazeer 2020, SwiGLU)."""
     gate, up = _split(x)
-    out = _sigmoid(gate)
+    out = sigmoid(gate)
     out *= gate
     out *= up
     return out.astype(x.dtype, copy=False)
@@ -31,12 +29,12 @@ def silu_and_mul_backward(grad_out: Array, x: Array) -> Array:
     """Gradient of `silu_and_mul` with respect to `x`."""
     gate, up = _split(x)
     grad = grad_out.astype(gate.dtype, copy=False)
-    sigmoid = _sigmoid(gate)
-    silu = gate * sigmoid
+    sigma = sigmoid(gate)
+    silu = gate * sigma
     grad_up = grad * silu
-    # silu' = sigmoid (1 + gate (1 - sigmoid)) = silu + sigmoid (1 - silu)
+    # silu' = sigma (1 + gate (1 - sigma)) = silu + sigma (1 - silu)
     slope = 1 - silu
-    slope *= sigmoid
+    slope *= sigma
     slope += silu
     slope *= grad
     slope *= up
@@ -76,7 +74,7 @@ def activate(z: Array, name: str | None) -> Array:
     if name == "relu":
         return array_namespace(z).maximum(z, 0)
     if name == "silu":
-        return z * _sigmoid(z)
+        return z * sigmoid(z)
     return _gelu(z, _APPROXIMATE[name])
 
 
@@ -87,8 +85,8 @@ def activation_slope(z: Array, name: str | None) -> Array:
     if name == "relu":
         return (z > 0).astype(z.dtype)
     if name == "silu":
-        sigmoid = _sigmoid(z)
-        return sigmoid * (1 + z * (1 - sigmoid))
+        sigma = sigmoid(z)
+        return sigma * (1 + z * (1 - sigma))
     return _gelu_slope(z, _APPROXIMATE[name])
 
 
@@ -109,13 +107,6 @@ def _join(grad_gate: Array, grad_up: Array, x: Array) -> Array:
     return grad_x
 
 
-def _sigmoid(x: Array) -> Array:
-    """The logistic function. If exp(-x) overflows to infinity, the result is correctly 0."""
-    xp = array_namespace(x)
-    with np.errstate(over="ignore"):
-        return 1 / (1 + xp.exp(-x))
-
-
 def _gelu(x: Array, approximate: str) -> Array:
     return x * _gelu_gate(x, approximate)
 
@@ -123,7 +114,7 @@ def _gelu(x: Array, approximate: str) -> Array:
 def _gelu_gate(x: Array, approximate: str) -> Array:
     """GELU(x) / x. Uses 0.5 (1 + tanh(u)) = sigmoid(2u)."""
     if approximate == "tanh":
-        return _sigmoid(2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x**3))
+        return sigmoid(2 * SQRT_2_OVER_PI * (x + GELU_CUBIC * x**3))
     return 0.5 * _erfc(x * -math.sqrt(0.5))
 
 
@@ -136,7 +127,7 @@ def _gelu_slope(x: Array, approximate: str) -> Array:
 
 
 def _erfc(x: Array) -> Array:
-    """The complementary error function; NumPy has none, so it calls math.erfc per element."""
+    """The complementary error function; by math.erfc per element for NumPy, which has none."""
     xp = array_namespace(x)
     if xp.__name__ == "numpy":
         return xp.asarray(xp.frompyfunc(math.erfc, 1, 1)(x), x.dtype)

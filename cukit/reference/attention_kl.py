@@ -10,7 +10,12 @@ import numpy as np
 
 from cukit.reference._xp import array_namespace, upcast, working_dtype
 from cukit.reference.attention import sequences
-from cukit.reference.attention_scores import ScoreOptions, attention_scores, scale_of
+from cukit.reference.attention_scores import (
+    ScoreOptions,
+    attention_scores,
+    log_sum_exp,
+    scale_of,
+)
 
 Array = Any
 Window = tuple[int | None, int | None]
@@ -193,15 +198,7 @@ def _scores(
         batch, seq_q, heads, _ = q.shape
         scores = scores.reshape(batch, heads, seq_q, scores.shape[-1])
         if lse is None:
-            maximum = (
-                scores.max(axis=-1, keepdims=True)
-                if scores.shape[-1]
-                else xp.full((*scores.shape[:-1], 1), -math.inf, dtype=dtype)
-            )
-            base = xp.where(maximum == -math.inf, 0, maximum)
-            total = xp.exp(scores - base).sum(axis=-1, keepdims=True)
-            empty = total == 0
-            row_lse = xp.where(empty, -math.inf, base + xp.log(xp.where(empty, 1, total)))
+            row_lse = log_sum_exp(xp, scores)[..., None]
         else:
             row_lse = lse.astype(dtype, copy=False)[..., None]
         scores -= xp.where(row_lse == -math.inf, math.inf, row_lse).astype(dtype, copy=False)

@@ -130,6 +130,16 @@ def _grouped(matrix: Array, heads_kv: int, group: int) -> Array:
     return matrix.reshape(batch, heads_kv, group, rows, columns)
 
 
+def log_sum_exp(xp: Any, scores: Array) -> Array:
+    """log sum_j exp(scores_j) along the last axis; -infinity for rows without keys."""
+    if not scores.shape[-1]:
+        return xp.full(scores.shape[:-1], -math.inf, dtype=scores.dtype)
+    top = scores.max(axis=-1)
+    base = xp.where(top == -math.inf, 0, top)
+    total = xp.exp(scores - base[..., None]).sum(axis=-1)
+    return xp.where(total == 0, -math.inf, base + xp.log(xp.where(total == 0, 1, total)))
+
+
 def sink_scores(sinks: Array, heads_kv: int, group: int, dtype: Any) -> Array:
     """[heads_q] -> [1, heads_kv, group, 1, 1]."""
     return sinks.astype(dtype, copy=False).reshape(1, heads_kv, group, 1, 1)

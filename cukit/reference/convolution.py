@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cukit.reference._xp import array_namespace, upcast, working_dtype
+from cukit.reference._xp import array_namespace, sigmoid, upcast, working_dtype
 
 Array = Any
 
@@ -35,8 +35,7 @@ def causal_conv(
     channels]: the inputs before x, by default zeros.
     """
     z = _before_activation(x, weight, bias, initial_state)[0]
-    xp = array_namespace(x)
-    y = z * _sigmoid(xp, z) if activation == "silu" else z
+    y = z * sigmoid(z) if activation == "silu" else z
     return y.astype(x.dtype)
 
 
@@ -69,7 +68,7 @@ def causal_conv_backward(
     z, padded, filters = _before_activation(x, weight, bias, initial_state)
     grad_z = grad_y.astype(z.dtype)
     if activation == "silu":
-        gate = _sigmoid(xp, z)
+        gate = sigmoid(z)
         grad_z = grad_z * gate * (1 + z * (1 - gate))
     width, tokens = weight.shape[1], x.shape[1]
     grad_padded, grad_weight = xp.zeros_like(padded), xp.zeros_like(filters)
@@ -102,9 +101,3 @@ def _before_activation(
     for k in range(width):
         z += filters[:, k] * padded[:, k : k + tokens]
     return z, padded, filters
-
-
-def _sigmoid(xp: Any, z: Array) -> Array:
-    """Sigmoid without overflow."""
-    small = xp.exp(-xp.abs(z))
-    return xp.where(z < 0, small, 1) / (1 + small)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.reference._xp import array_namespace, check_range, upcast, working_dtype
+from cukit.reference._xp import array_namespace, check_range, sigmoid, upcast, working_dtype
 from cukit.reference.gemm import linear, linear_backward
 
 Array = Any
@@ -32,7 +32,7 @@ def depth_router(logits: Array, capacity: int) -> DepthRouting:
     slots = xp.full(logits.shape, -1, np.int32)
     slots[xp.arange(len(logits))[:, None], indices] = xp.arange(capacity, dtype=np.int32)
     chosen = xp.take_along_axis(wide, indices.astype(np.int64), axis=1)
-    return DepthRouting(indices, slots, 1 / (1 + xp.exp(-chosen)))
+    return DepthRouting(indices, slots, sigmoid(chosen))
 
 
 def depth_router_backward(
@@ -58,7 +58,7 @@ def _at_slots(rows: Array, slots: Array) -> Array:
 def depth_gather(x: Array, indices: Array) -> Array:
     """The rows of x [batch, seq_len, hidden] at indices [batch, capacity]."""
     xp = array_namespace(x)
-    check_range("indices", indices, x.shape[1])
+    check_range("depth_gather", "indices", indices, x.shape[1])
     bits = x.view(np.uint16) if x.itemsize == 2 else x  # CuPy cannot index bfloat16
     chosen = xp.take_along_axis(bits, indices[:, :, None].astype(np.int64), axis=1)
     return chosen.view(x.dtype)

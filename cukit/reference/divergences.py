@@ -3,9 +3,9 @@
     p = softmax(teacher / T),  q = softmax(student / T),  d = log p - log q
 
 Each divergence is a sum of non-negative terms. If p and q are close, a term is computed as a power
-series, in d or in x = min(p, q) / max(p, q) - 1, without the cancellation in which the usual sum of
-p d loses all digits. The gradient with respect to student / T is q_v (slope_v - sum_w q_w slope_w),
-with slopes that vanish with d.
+series in d or in x = min(p, q) / max(p, q) - 1, because cancellation would leave no correct digits
+in the usual sum of p d. The gradient with respect to student / T is
+q_v (slope_v - sum_w q_w slope_w), with slopes that vanish with d.
 """
 
 from __future__ import annotations

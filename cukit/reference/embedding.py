@@ -11,7 +11,7 @@ Array = Any
 
 def embedding(ids: Array, weight: Array) -> Array:
     """`weight[ids]`: ids integer `[...]`, weight `[num_embeddings, hidden]` -> `[..., hidden]`."""
-    check_range("ids", ids, weight.shape[0])
+    check_range("embedding", "ids", ids, weight.shape[0])
     return array_namespace(weight).take(weight, ids, axis=0)
 
 
@@ -26,7 +26,7 @@ def embedding_backward(
     hidden = grad_out.shape[-1]
     grad_weight = xp.zeros((num_embeddings, hidden), grad_out.dtype if dtype is None else dtype)
     flat_ids = ids.reshape(-1)
-    check_range("ids", flat_ids, num_embeddings)
+    check_range("embedding_backward", "ids", flat_ids, num_embeddings)
     if flat_ids.size == 0 or hidden == 0:
         return grad_weight
     order = xp.argsort(flat_ids, kind="stable")
@@ -34,7 +34,7 @@ def embedding_backward(
     is_start = xp.ones(sorted_ids.shape, bool)
     is_start[1:] = sorted_ids[1:] != sorted_ids[:-1]
     starts = xp.flatnonzero(is_start)
-    # CuPy's reduceat subtracts prefix sums, which cancels in float32.
+    # CuPy's reduceat subtracts prefix sums: in float32, the differences would be inaccurate.
     wide = working_dtype(grad_out) if xp.__name__ == "numpy" else xp.float64
     rows = grad_out.reshape(-1, hidden)[order].astype(wide, copy=False)
     grad_weight[sorted_ids[starts]] = xp.add.reduceat(rows, starts, axis=0)

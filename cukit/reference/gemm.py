@@ -56,6 +56,8 @@ def linear_rope(x: Array, w: Array, cos: Array, sin: Array, rotated_heads: int) 
     xp = array_namespace(x)
     half = cos.shape[1]
     y = _product(x, w)
+    if not y.size:
+        return y.astype(x.dtype, copy=False)
     heads = y.reshape(-1, y.shape[-1] // (2 * half), 2, half)
     rows = xp.arange(heads.shape[0]) % cos.shape[0]
     c, s = upcast(y.dtype, cos[rows][:, None], sin[rows][:, None])

@@ -110,7 +110,7 @@ def step_weights(steps: int, restart: float, method: str, time: float) -> tuple[
     """
     if method == "pagerank":
         return (1.0 - restart,) * steps
-    weights, total = [], 1.0  # total: the series from this term on, over this term
+    weights, total = [], 1.0  # total: sum of the series from this term on, divided by this term
     for term in range(steps, 0, -1):
         ratio = time / term * total
         weights.append(ratio / (1.0 + ratio))
@@ -128,7 +128,7 @@ def graph_diffusion(
     time: float = 1.0,
 ) -> Array:
     """`z <- keep T z + (1 - keep) memory` in each step, from z = memory."""
-    check_edges(transition, len(memory))
+    check_edges("graph_diffusion", transition, len(memory))
     dtype = working_dtype(memory)
     wide = memory.astype(dtype, copy=False)
     z = wide
@@ -150,7 +150,7 @@ def graph_diffusion_backward(
     values: bool = True,
 ) -> tuple[Array, Array | None]:
     """Gradients of :func:`graph_diffusion` with respect to memory and transition values."""
-    check_edges(transition, len(memory))
+    check_edges("graph_diffusion_backward", transition, len(memory))
     xp = array_namespace(memory)
     dtype = working_dtype(memory)
     weights = step_weights(steps, restart, method, time)
@@ -173,16 +173,16 @@ def graph_diffusion_backward(
     return grad_memory.astype(memory.dtype), given
 
 
-def check_edges(transition: Transition, num_nodes: int) -> None:
+def check_edges(op: str, transition: Transition, num_nodes: int) -> None:
     """Raises ArrayError unless offsets ascend from 0 to num_edges and columns are valid."""
     offsets, columns, _ = transition
     ends = int(offsets[0]), int(offsets[-1])
     if ends != (0, len(columns)) or (len(offsets) > 1 and bool((offsets[1:] < offsets[:-1]).any())):
         raise ArrayError(
-            f"transition.row_offsets must ascend from 0 to the number of edges ({len(columns)}), "
-            f"got {ends[0]} to {ends[1]}"
+            f"{op}: transition.row_offsets must ascend from 0 to the number of edges "
+            f"({len(columns)}), got {ends[0]} to {ends[1]}"
         )
-    check_range("transition.columns", columns, num_nodes)
+    check_range(op, "transition.columns", columns, num_nodes)
 
 
 def memory_write(

@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 from cukit.reference._xp import array_namespace, upcast, working_dtype
 from cukit.reference.attention import sequences
 from cukit.reference.attention_kl import reduced_rows, row_factors
-from cukit.reference.attention_scores import ScoreOptions, attention_scores, scale_of
+from cukit.reference.attention_scores import (
+    ScoreOptions,
+    attention_scores,
+    log_sum_exp,
+    scale_of,
+)
 
 Array = Any
 
@@ -45,7 +50,7 @@ def indexer_kl(
         pair = _scores(part, causal, scale_t, scale_s)
         mass = pair.attention.sum(axis=-1)
         p = pair.attention / xp.where(mass == 0, 1, mass)[..., None]
-        lse = _log_sum_exp(xp, pair.scores)
+        lse = log_sum_exp(xp, pair.scores)
         terms = xp.where(p > 0, xp.log(xp.where(p > 0, p, 1)), 0) - xp.where(
             pair.masked, 0, pair.scores
         )
@@ -207,12 +212,3 @@ def _listed(xp: Any, indices: Array, seq_kv: int) -> Array:
     b, i = xp.arange(indices.shape[0])[:, None, None], xp.arange(indices.shape[1])[None, :, None]
     listed[b, i, xp.where(out, seq_kv, indices)] = True
     return listed[..., :seq_kv]
-
-
-def _log_sum_exp(xp: Any, scores: Array) -> Array:
-    if not scores.shape[-1]:
-        return xp.full(scores.shape[:-1], -math.inf, dtype=scores.dtype)
-    top = scores.max(axis=-1)
-    base = xp.where(top == -math.inf, 0, top)
-    total = xp.exp(scores - base[..., None]).sum(axis=-1)
-    return xp.where(total == 0, -math.inf, base + xp.log(xp.where(total == 0, 1, total)))

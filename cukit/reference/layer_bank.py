@@ -86,7 +86,7 @@ def layer_bank_backward(
     weights = routing.weights.astype(dtype, copy=False)
     wide = hidden.astype(dtype, copy=False)
     activated, slope = activate(wide, activation), activation_slope(wide, activation)
-    grad_hidden = slope
+    grad_hidden = slope  # overwritten row by row
     grad_weights = weights.copy()
     for choice in range(weights.shape[1]):
         rows = routing.rows[:, choice]

@@ -21,8 +21,8 @@ Array = Any
 
 
 class LinearKlResult(NamedTuple):
-    """Result of the distillation losses fused with a head: float32 losses, [rows] with reduction
-    "none", and the gradients of `loss`."""
+    """Result of the distillation losses fused with a head: the losses, float32 (float64 for float64
+    arguments), [rows] with reduction "none", and the gradients of `loss`."""
 
     loss: Array
     """soft_weight * soft_loss + hard_weight * hard_loss."""
@@ -318,7 +318,7 @@ def linear_distillation_loss(
 
 
 def linear_kl_divergence(*head: Array, **options: Any) -> LinearKlResult:
-    """linear_distillation_loss with its default divergence."""
+    """linear_distillation_loss with the forward KL divergence only."""
     return linear_distillation_loss(*head, **options)
 
 
@@ -363,7 +363,8 @@ def linear_sampled_distillation_loss(
 def linear_cross_entropy(
     hidden: Array, weight: Array, targets: Array, *, bias: Array | None = None, **options: Any
 ) -> LinearCrossEntropyResult:
-    """Cross-entropy of the logits hidden @ weight^T + bias, with gradients for all three."""
+    """Cross-entropy of the logits hidden @ weight^T + bias, with gradients for hidden, weight and
+    bias."""
     options |= {"targets": targets, "soft_weight": 0.0, "hard_weight": 1.0}
     result = _linear_loss(hidden, weight, bias, None, **options)
     return LinearCrossEntropyResult(result.hard_loss, *result[3:])
@@ -530,8 +531,8 @@ def _sampled_rows(
         terms = xp.where(w == 0, 0, w * terms)
     gradient = q * mass
     row_numbers = xp.broadcast_to(xp.arange(z.shape[0])[:, None], ids.shape)
-    # ufunc.at accumulates repeated indices
-    xp.subtract.at(gradient, (row_numbers, ids), w)
+    # add.at sums repeated indices; CuPy's subtract.at supports only integers.
+    xp.add.at(gradient, (row_numbers, ids), -w)
     losses = xp.where(active, xp.sum(terms, axis=-1), 0).astype(z.dtype)
     return losses, xp.where(active[:, None], gradient, gradient.dtype.type(0)) * inverse
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cukit.reference._xp import array_namespace, check_range, working_dtype
+from cukit.reference._xp import array_namespace, check_range, sigmoid, working_dtype
 
 Array = Any
 
@@ -88,7 +88,7 @@ def topk_router_backward(
     num_tokens, num_experts = logits.shape
     if num_tokens == 0:
         return xp.zeros_like(logits)
-    check_range("experts", experts, num_experts)
+    check_range("topk_router_backward", "experts", experts, num_experts)
     wide = logits.astype(working_dtype(logits), copy=False)
     scores = _scores(wide, scoring)
     grad = xp.where(rows < 0, 0, grad_weights).astype(wide.dtype, copy=False)
@@ -144,7 +144,7 @@ def moe_permute(x: Array, rows: Array, num_rows: int | None = None) -> Array:
     xp = array_namespace(x)
     num_rows = rows.size if num_rows is None else num_rows
     token, choice = xp.nonzero(rows >= 0)
-    check_range("rows", rows[token, choice], num_rows)
+    check_range("moe_permute", "rows", rows[token, choice], num_rows)
     permuted = xp.zeros((num_rows, x.shape[1]), x.dtype)
     permuted[rows[token, choice]] = x[token]
     return permuted
@@ -160,7 +160,7 @@ def moe_unpermute(y: Array, rows: Array, weights: Array | None = None) -> Array:
     xp = array_namespace(y)
     wide = working_dtype(y)
     total = xp.zeros((rows.shape[0], y.shape[1]), wide)
-    check_range("rows", rows[rows >= 0], y.shape[0])
+    check_range("moe_unpermute", "rows", rows[rows >= 0], y.shape[0])
     for choice in range(rows.shape[1]):
         token = xp.flatnonzero(rows[:, choice] >= 0)
         part = y[rows[token, choice]].astype(wide, copy=False)
@@ -178,7 +178,7 @@ def moe_unpermute_backward(
     wide = working_dtype(y)
     grad_y = xp.zeros_like(y)
     grad_weights = xp.zeros_like(weights)
-    check_range("rows", rows[rows >= 0], y.shape[0])
+    check_range("moe_unpermute_backward", "rows", rows[rows >= 0], y.shape[0])
     for choice in range(rows.shape[1]):
         token = xp.flatnonzero(rows[:, choice] >= 0)
         row = rows[token, choice]
@@ -192,8 +192,7 @@ def _scores(wide: Array, scoring: str) -> Array:
     """Scores of all experts, [num_tokens, num_experts]."""
     xp = array_namespace(wide)
     if scoring == "sigmoid":
-        with np.errstate(over="ignore"):  # 1 / infinity is 0, as it should be
-            return 1 / (1 + xp.exp(-wide))
+        return sigmoid(wide)
     with np.errstate(invalid="ignore"):  # a row without a finite largest logit is NaN
         exponential = xp.exp(wide - _row_max(xp, wide))
     return exponential / exponential.sum(axis=1, keepdims=True)

@@ -37,7 +37,7 @@ def decode(storage: Array, name: str, extent: int) -> Array:
 
 
 def encode_float8(x: Array, name: str) -> Array:
-    """Rounds to the nearest float8 (ties to even), saturating to the largest finite; as uint8.
+    """Rounds to the nearest float8 (ties to even), saturating to the largest finite value; uint8.
 
     NaN stays NaN; infinities saturate. Micikevicius et al., "FP8 Formats for Deep Learning".
     """
@@ -56,9 +56,9 @@ def decode_float8(storage: Array, name: str) -> Array:
 
 
 def encode_int4(x: Array) -> Array:
-    """Rounds to the nearest integer in [-8, 7] (ties to even), packed two per byte, the first low.
+    """Rounds to the nearest integer in [-8, 7] (ties to even) and packs two per byte.
 
-    A last axis of odd length is padded with 0. NaN becomes 0.
+    The first of a pair is in the low bits. An odd last axis is padded with 0. NaN becomes 0.
     """
     xp = array_namespace(x)
     values = xp.minimum(xp.maximum(encode_int8(x), -8), 7)

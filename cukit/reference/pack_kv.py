@@ -1,4 +1,4 @@
-"""16-bit keys and values as int4 codes with asymmetric scales per group (KIVI)."""
+"""Keys and values as int4 codes, with a scale and a zero point per group (KIVI)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from cukit.reference._xp import array_namespace
 Array = Any
 
 MIN_SCALE = np.float32(2.0**-14)
+"""The smallest normal float16."""
 MAX_SCALE = np.float32(65504)
+"""The largest finite float16."""
 MAX_ZERO = np.float32(1024)
+"""Bound on abs(x) / scale: float16 represents such zero points to within half a code."""
 
 
 def group_codes(x: Array, axis: int) -> tuple[Array, Array, Array]:
@@ -36,7 +39,7 @@ def group_codes(x: Array, axis: int) -> tuple[Array, Array, Array]:
 
 def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targets: Array) -> None:
     """Packs groups `sources` of k and v into groups `targets` of the caches, which have the arrays
-    `storage`, `scales` and `zero_points`."""
+    `storage`, `scales` and `zero_points`. Pairs with a group that does not exist are skipped."""
     xp = array_namespace(k)
     parts = [(each.storage, each.scales, each.zero_points) for each in (k_cache, v_cache)]
     codes, scales, _ = parts[0]

@@ -1,4 +1,4 @@
-"""Scans, sorts, reductions and histograms by NumPy and CuPy."""
+"""Scans, sorts, reductions and histograms, with the functions of NumPy and CuPy."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from cukit.reference._xp import array_namespace
 Array = Any
 
 SMALLEST_SCALE = narrow.SMALLEST_SCALE
-CLIP_CANDIDATES = 16
+CLIP_CANDIDATES = {"absmax": 1, "mse": 16}
 CLIP_STEP = 1 / 32
-"""`clip="mse"` tries the fractions 1, 1 - CLIP_STEP, ... of a block's range."""
+"""A clip mode tries this many fractions 1, 1 - CLIP_STEP, ... of a block's range."""
 
 INTEGERS = {"int8": 127, "int4": 7}
 
@@ -45,7 +45,7 @@ def quantize(
         high = xp.maximum(high, -low)
         low = None
     best: Any = None
-    for i in range(CLIP_CANDIDATES if clip == "mse" else 1):
+    for i in range(CLIP_CANDIDATES[clip]):
         part = np.float32(1 - i * CLIP_STEP)
         scales, zeros = _factors(high * part, None if low is None else low * part, name,
                                  scale_dtype, power_of_two)  # fmt: skip

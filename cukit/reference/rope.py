@@ -32,7 +32,7 @@ def rope(
     """
     half = cos.shape[-1] if rotary_dim is None else rotary_dim // 2
     if position_ids is not None:
-        check_range("position_ids", position_ids, cos.shape[0])
+        check_range("rope", "position_ids", position_ids, cos.shape[0])
     rows = slice(q.shape[1]) if position_ids is None else position_ids
     cos, sin = cos[rows][..., None, :half], sin[rows][..., None, :half]
     q_out, k_out = (q, k) if inplace else out or (None, None)

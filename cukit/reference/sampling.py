@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """The tokens that verified drafts append to each request.
+    """The tokens that verification appends to each request.
 
     tokens: int32 [batch, num_drafts + 1]: the accepted drafts and one more token, then -1.
     num_accepted: int32 [batch]; -1 if logits or options are invalid.
@@ -194,7 +194,7 @@ class _Rows:
         temperature = _column(xp, temperature, 1.0)
         top_k, top_p = _column(xp, top_k, 0), _column(xp, top_p, 1.0)
         min_p = _column(xp, min_p, 0.0)
-        legal = (temperature >= 0) & (temperature < np.inf) & (top_k >= 0)  # of one row, or of all
+        legal = (temperature >= 0) & (temperature < np.inf) & (top_k >= 0)  # [batch, 1] or [1, 1]
         legal = legal & (top_p >= 0) & (top_p <= 1) & (min_p >= 0) & (min_p <= 1)
         invalid = ~legal[:, 0] | xp.isnan(z).any(axis=1) | (z == np.inf).any(axis=1)
         invalid |= (z == -np.inf).all(axis=1)
@@ -220,7 +220,7 @@ class _Rows:
         xp = self.xp
         cumulative = xp.cumsum(weights, axis=1)
         target = cumulative[:, -1:] * (bits.astype(np.float64) * 2.0**-64)[:, None]
-        # Rounding may make `target` equal to the total: then the last token with a positive weight.
+        # If `target` is rounded up to the total, the last token with a positive weight is drawn.
         last = weights.shape[1] - 1 - xp.argmax(weights[:, ::-1] > 0, axis=1)
         return xp.minimum((cumulative <= target).sum(axis=1), last)
 

@@ -63,12 +63,12 @@ class SomeIgnored(Windows):
     ],
     ids=str,
 )
-def test_two_processes_are_twice_the_batch(options: dict[str, Any]) -> None:
+def test_two_processes_equal_twice_the_batch(options: dict[str, Any]) -> None:
     one = dict(options)
     if "workers" in one:
         one["workers"] = 4
     expected_losses, expected = steps(make_trainer(Alone(), 4, **one), 3)
-    # Rank 1 starts from other numbers, which rank 0's replace.
+    # Rank 1 is initialised differently, but starts from the parameters of rank 0.
     results = run_ranks(2, lambda comm: steps(make_trainer(comm, 2, seed=comm.rank, **options), 3))
     for losses, state in results:
         for ours, theirs in zip(losses, expected_losses, strict=True):

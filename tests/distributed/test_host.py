@@ -43,6 +43,8 @@ def test_all_reduce(size: int, dtype: str, op: str) -> None:
 def test_gather_broadcast_exchange_and_empty_arrays() -> None:
     def work(comm: HostCommunicator) -> Any:
         gathered = comm.all_gather(np.full((2, 2), comm.rank, np.float32))
+        scalars = comm.all_gather(np.array(comm.rank + 0.5))
+        assert scalars.tolist() == [0.5, 1.5, 2.5]
         scalar = np.array(float(comm.rank))
         comm.all_reduce(scalar)
         comm.all_reduce(np.zeros((0, 4)))
@@ -69,7 +71,7 @@ def test_ranks_in_different_collectives_are_reported() -> None:
         run_ranks(2, work)
 
 
-def test_a_rank_that_ends_is_noticed() -> None:
+def test_a_closed_connection_is_reported() -> None:
     def work(comm: HostCommunicator) -> None:
         if comm.rank == 0:
             comm.all_reduce(np.zeros(2))
@@ -78,7 +80,7 @@ def test_a_rank_that_ends_is_noticed() -> None:
         run_ranks(2, work)
 
 
-def test_foreign_connections_and_used_ports_are_harmless() -> None:
+def test_ranks_connect_although_another_program_uses_the_port() -> None:
     port = free_port()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
@@ -96,7 +98,7 @@ def _hang_up(server: socket.socket) -> None:
             return
 
 
-def test_a_missing_rank_is_named() -> None:
+def test_errors_name_the_missing_rank() -> None:
     ranks = Ranks(0, 2, port=free_port())
     with pytest.raises(CommunicationError, match=r"waited 0.05 s for rank 1 of 2"):
         HostCommunicator(ranks, timeout_seconds=0.05)
@@ -106,7 +108,7 @@ def test_a_missing_rank_is_named() -> None:
 
 
 @pytest.mark.parametrize("make", [Alone, lambda: HostCommunicator(Ranks())])
-def test_one_process_is_the_same(make: Callable[[], Any]) -> None:
+def test_a_single_process_leaves_arrays_unchanged(make: Callable[[], Any]) -> None:
     comm = make()
     array = np.arange(3.0)
     comm.all_reduce(array)
@@ -120,6 +122,9 @@ def test_one_process_is_the_same(make: Callable[[], Any]) -> None:
         comm.all_reduce(array, "mean")
     with pytest.raises(ArrayError, match="C-contiguous"):
         comm.all_reduce(np.zeros((4, 4))[:, ::2])
+    for out in (np.zeros((1, 2)), np.zeros((1, 3), np.float32), np.zeros((1, 6))[:, ::2]):
+        with pytest.raises(ArrayError, match=r"all_gather: out must be float64 \(1, 3\)"):
+            comm.all_gather(array, out)
     with pytest.raises(ArrayError, match="root must be in"):
         comm.broadcast(array, 1)
 
@@ -150,7 +155,7 @@ def test_launchers(environment: dict[str, str], expected: Ranks) -> None:
     assert ranks_from_environment(environment) == expected
 
 
-def test_bad_environments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="WORLD_SIZE: expected a number, got 'two'"):
         ranks_from_environment({"RANK": "0", "WORLD_SIZE": "two"})
     with pytest.raises(ConfigError, match="rank must be in"):

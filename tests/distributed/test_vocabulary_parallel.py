@@ -198,7 +198,7 @@ def test_cross_entropy(rng: np.random.Generator, dtype: str, emulated: None) -> 
     check(run_ranks(2, work), exact, tolerance, tolerance)
 
 
-def test_targets_outside_the_vocabulary_are_named(rng: np.random.Generator) -> None:
+def test_targets_outside_the_vocabulary_are_rejected(rng: np.random.Generator) -> None:
     hidden, weight, _, _, targets = head(rng, "float32")
     targets[1] = VOCAB
     shard = VocabularyShard(_Place(1, 2), VOCAB)
@@ -224,7 +224,7 @@ class _Place(Alone):
         self.rank, self.size = rank, size
 
 
-def test_wrong_sizes_are_named(rng: np.random.Generator) -> None:
+def test_errors_name_the_argument(rng: np.random.Generator) -> None:
     hidden, weight, teacher, teacher_weight, targets = head(rng, "float32")
     shard = VocabularyShard(_Place(1, 2), VOCAB)
     with pytest.raises(ArrayShapeError, match=r"weight must have 499 rows, tokens 504..1002"):

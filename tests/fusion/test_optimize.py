@@ -187,7 +187,7 @@ def test_a_block_of_a_transformer(rng):
     assert mine["mixed"][1] == 7
 
 
-def test_a_triangle_is_causal(rng):
+def test_a_triangular_mask_is_causal(rng):
     arrays = arrays_for(causal, (HEADS,) * 3, rng)
     optimized = optimize(causal, tuple(arrays), dry_run=False)
     assert optimized._program is not None
@@ -230,7 +230,7 @@ def test_similar_operations_are_not_replaced(function, shapes, rng):
     assert optimized.report == []
 
 
-def test_an_op_that_rejects_its_arguments_is_named(rng):
+def test_the_report_has_the_error_of_an_op_that_rejects_its_arguments(rng):
     optimized = optimize(
         lambda x, w, b: x @ w[:, ::2] + b,
         tuple(random(rng, shape, "float32") for shape in ((4, 8), (8, 12), (6,))),
@@ -322,7 +322,7 @@ def test_other_inputs_run_the_original(rng):
         assert len(calls) == 2
 
 
-def test_it_can_be_undone(rng):
+def test_restore_returns_the_original_function(rng):
     arrays = arrays_for(rms_norm, (ROWS, (16,)), rng)
     with optimize(rms_norm, tuple(arrays), dry_run=False) as optimized:
         assert optimized._program is not None
@@ -342,7 +342,7 @@ def test_without_a_gpu_there_is_only_a_report(rng):
     assert "whole function" in text
 
 
-def test_one_argument_switches_it_off(rng):
+def test_one_argument_disables_it(rng):
     arrays = arrays_for(rms_norm, (ROWS, (16,)), rng)
     optimized = optimize(rms_norm, tuple(arrays), use_cuda_kernels=False)
     assert optimized.report == []

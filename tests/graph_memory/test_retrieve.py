@@ -12,7 +12,7 @@ from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from cukit.graph_memory import retrieve_top_k
 from cukit.graph_memory.retrieve import plan_maxima, plan_select
 from cukit.reference import graph_memory as reference
-from tests.contract import another_order, poison_pool, random, to_device, to_host
+from tests.contract import another_order, dtype_of, poison_pool, random, to_device, to_host
 from tests.quick_run import possible
 
 
@@ -38,11 +38,12 @@ LARGE = [
     Size(300, 70_001, 96, 256),
 ]
 SCORE = {"float16": 2e-6, "bfloat16": 2e-6}
-"""Relative to the largest score: sums of exact products in another order."""
+"""Tolerance of scores, relative to dim times the largest element of memory: the order of the sums
+differs."""
 
 
 def run(device, queries, memory, k):
-    """Run twice, check that the results are bitwise equal, and return them."""
+    """Call retrieve_top_k twice, check that the results are bitwise equal, and return them."""
     placed = to_device(device, queries, memory)
     runs = []
     for repeat in range(2):
@@ -95,17 +96,13 @@ def test_small_integers_are_exact_and_ties_go_to_the_lowest_index(device, rng, d
         "equal": np.zeros(num_rows),
         "few": rng.integers(-1, 2, num_rows),
     }[order]
-    memory = np.repeat((column % 256 if order == "rising" else column)[:, None], dim, axis=1)
+    memory = np.repeat(column[:, None], dim, axis=1)
     memory = memory.astype(dtype_of(dtype))
     scores, indices = run(device, queries, memory, k)
-    exact = (queries.astype(np.float64) @ memory.astype(np.float64).T)[:, :num_rows]
+    exact = queries.astype(np.float64) @ memory.astype(np.float64).T
     want = np.argsort(-exact, axis=1, kind="stable")[:, :k]
     np.testing.assert_array_equal(indices, want)
     np.testing.assert_array_equal(scores, np.take_along_axis(exact, want, axis=1))
-
-
-def dtype_of(name):
-    return random(np.random.default_rng(0), (1,), name).dtype
 
 
 def test_nan_counts_as_minus_infinity(device, rng):
@@ -122,16 +119,16 @@ def test_nan_counts_as_minus_infinity(device, rng):
     assert np.isneginf(scores[1]).all()
 
 
-def test_the_reference_in_parts_is_a_sort(rng, monkeypatch):
+def test_the_reference_in_parts_equals_a_sort(rng, monkeypatch):
     queries, memory = rng.standard_normal((9, 6)), rng.integers(-2, 3, (400, 6)).astype(np.float64)
     want = np.argsort(-(queries @ memory.T), axis=1, kind="stable")[:, :12]
     monkeypatch.setattr(reference, "_SCORES_AT_ONCE", 1000)
     np.testing.assert_array_equal(reference.retrieve_top_k(queries, memory, 12).indices, want)
 
 
-def test_more_queries_than_a_launch_takes(device, rng, monkeypatch):
+def test_queries_in_several_batches(device, rng, monkeypatch):
     if device == "cpu":
-        pytest.skip("a rule of the kernel")
+        pytest.skip("a requirement of the kernels")
     from cukit.graph_memory import retrieve
 
     monkeypatch.setattr(retrieve, "_MAXIMA_BYTES", 1)
@@ -155,7 +152,7 @@ def test_errors_name_the_argument(rng):
 
 def test_limits_of_the_kernel_are_named(device, rng):
     if device == "cpu":
-        pytest.skip("rules of the kernel")
+        pytest.skip("requirements of the kernels")
     for dim in (12, 264):
         arrays = to_device(
             device, random(rng, (2, dim), "float16"), random(rng, (5, dim), "float16")
@@ -180,13 +177,13 @@ def test_the_plan(arch):
                 assert select.parts == 1 or select.parts * k < count
 
 
-def test_parts_of_a_row_are_joined(device, rng, monkeypatch):
+def test_parts_of_a_row_are_merged(device, rng, monkeypatch):
     """Parts are merged in several steps, as for tens of millions of rows."""
     if device == "cpu":
-        pytest.skip("a rule of the kernel")
+        pytest.skip("a requirement of the kernels")
     from cukit.graph_memory import retrieve
 
-    parts = iter((8, 2, 1, 1))  # of the maxima, twice of the remaining ones, of the scores
+    parts = iter((8, 2, 1, 1))  # of the maxima, of two merges, of the new scores
     monkeypatch.setattr(
         retrieve, "plan_select", lambda *_: retrieve.SelectConfig(256, 4096, next(parts))
     )

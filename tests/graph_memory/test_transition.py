@@ -135,7 +135,9 @@ def test_errors_name_the_argument(rng):
         transition_from_adjacency(np.ones((3, 2)))
     valid = graph(rng, 9)
     wrong = valid._replace(columns=np.full(len(valid.columns), 9, np.int32))
-    with pytest.raises(ArrayError, match="columns must be 0 to 8, got 9 to 9"):
+    with pytest.raises(
+        ArrayError, match=r"^transition_from_adjacency: .*must be 0 to 8, got 9 to 9"
+    ):
         transition_from_adjacency(wrong)
     with pytest.raises(ConfigError, match=r"k must be below the number of rows \(9\), got 9"):
         transition_from_similarity(memory, 9)

@@ -131,5 +131,5 @@ def test_errors_name_the_argument(rng):
         memory_write(memory, indices.astype(np.int64), values, gates)
     with pytest.raises(ArrayShapeError, match=r"values must have shape \(9, 8\)"):
         memory_write(memory, indices, values[:, :4].copy(), gates)
-    with pytest.raises(ArrayShapeError, match=r"gates must have shape \(9\)"):
+    with pytest.raises(ArrayShapeError, match=r"gates must have shape \(9,\)"):
         memory_write(memory, indices, values, gates[:3].copy())

@@ -26,7 +26,7 @@ from tests.models.small import SMALL
         ({"dtype": "int8"}, "dtype"),
     ],
 )
-def test_impossible_sizes_are_named(change: dict[str, Any], named: str) -> None:
+def test_errors_name_the_invalid_size(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         replace(SMALL, **change)
 

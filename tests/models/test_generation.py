@@ -1,4 +1,4 @@
-"""Generation with a cache equals generation from the whole text."""
+"""generate: equals generation without a cache; sampling options, long texts, errors."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ def test_top_1_is_greedy_and_seeds_repeat() -> None:
 
 def test_text_longer_than_max_positions_continues() -> None:
     model = small_model()
-    tokens = generate(model, list(range(20)), 30, temperature=0)
+    prompt = list(range(20))
+    tokens = generate(model, prompt, 30, temperature=0)
     assert len(tokens) == 30
-    # Only the end of a long prompt is kept.
-    assert generate(model, list(range(20)), 1, temperature=0)[0] == tokens[0]
+    # Only the last max_positions tokens of a long prompt are used.
+    end = prompt[-model.config.max_positions :]
+    assert generate(model, end, 30, temperature=0) == tokens
 
 
 @pytest.mark.parametrize(
@@ -60,13 +62,14 @@ def test_text_longer_than_max_positions_continues() -> None:
         ({"prompt": []}, "prompt"),
         ({"prompt": [99]}, "prompt"),
         ({"num_tokens": -1}, "num_tokens"),
+        ({"num_tokens": 2.5}, "num_tokens"),
         ({"temperature": -0.1}, "temperature"),
         ({"top_k": 0}, "top_k"),
         ({"top_p": 1.5}, "top_p"),
         ({"min_p": -1}, "min_p"),
     ],
 )
-def test_bad_options_are_named(options: dict[str, Any], named: str) -> None:
+def test_errors_name_the_option(options: dict[str, Any], named: str) -> None:
     arguments: dict[str, Any] = {"prompt": [1], "num_tokens": 2} | options
     with pytest.raises(ConfigError, match=named):
         generate(small_model(), **arguments)

@@ -64,7 +64,7 @@ def test_outputs_do_not_depend_on_later_tokens(rng):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_steps_are_the_forward(device, rng, dtype):
+def test_steps_equal_the_forward(device, rng, dtype):
     """With kernels too; more steps than filter taps."""
     x = random(rng, (2, 14, CONFIG.hidden), dtype)
     model = layer(device, x.dtype)
@@ -100,7 +100,7 @@ def test_gradients_in_low_precision(problem, device):
         assert error < 1e-2 * np.linalg.norm(expected), name
 
 
-def test_bad_input_is_named(rng):
+def test_errors_name_the_argument():
     model = layer("cpu", np.float32)
     with pytest.raises(ArrayShapeError, match=r"x must have shape \(any, any, 32\)"):
         model.forward(np.zeros((1, 3, 31), np.float32))

@@ -123,7 +123,7 @@ def test_no_token_depends_on_later_ones(rng: np.random.Generator) -> None:
     assert (before[4:] != after[4:]).any(axis=1).all()
 
 
-def test_initial_loss_is_that_of_a_guess(rng: np.random.Generator) -> None:
+def test_initial_loss_is_near_that_of_uniform_probabilities(rng: np.random.Generator) -> None:
     model = Transformer.initialise(small_model().config, seed=1)
     loss = loss_of(model, small_tokens(rng, 4, 12), small_tokens(rng, 4, 12))
     assert abs(loss - np.log(model.config.vocab_size)) < 1.0
@@ -140,7 +140,7 @@ def test_a_text_that_is_too_long_is_rejected(rng: np.random.Generator) -> None:
         small_model().forward(small_tokens(rng, seq_len=13))
 
 
-def test_backward_needs_what_forward_kept(rng: np.random.Generator) -> None:
+def test_backward_needs_activations_kept_by_forward(rng: np.random.Generator) -> None:
     model = small_model()
     activations = model.forward(small_tokens(rng), keep=False)
     with pytest.raises(ArrayError, match="keep=True"):
