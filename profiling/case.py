@@ -1,16 +1,16 @@
 """A benchmark: a `Case`, and the `Workload` that it builds on the current machine.
 
-The cases of a family are in `profiling/cases/<family>.py`. The module has one function,
+The cases of a family are in one or more modules of `profiling/cases/`. Each module has a function
 `cases(small=False) -> list[Case]`. With `small=True` it returns sizes that NumPy finishes in well
-under a second: the tests run them without a GPU, and `--small` runs them on any machine, so errors
-in a case are found without a GPU. A case for `rms_norm`:
+under a second: the tests and `--small` run them on any machine, so errors in a case are found
+without a GPU. A case for `rms_norm`:
 
     from functools import partial
 
     from cukit.layers import rms_norm
     from cukit.reference import layers as reference
     from profiling import peers
-    from profiling.case import Case, Workload
+    from profiling.case import Case, Workload, itemsize
     from profiling.data import normal
 
     def torch_rms_norm():

@@ -2,8 +2,8 @@
 
     python -m profiling.compare_sass main --source attention/flash_attention_sm90.cu
 
-Compiles every registered variant, in this tree and in a copy of the revision. Prints for each
-variant whether the instructions are bitwise identical, and otherwise registers, spills and
+Compiles every registered variant of the sources, in this tree and in a copy of the revision. Prints
+for each variant whether the instructions are bitwise identical, and otherwise registers, spills and
 instruction counts of both. If the machine code is identical, a refactoring needs no timing.
 
 --cubins FOLDER keeps the cubins of variants that differ, as NAME.before.cubin and NAME.after.cubin,

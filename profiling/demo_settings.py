@@ -32,13 +32,14 @@ from cukit.models.parameters import namespace_for
 
 @dataclass(frozen=True)
 class Setting:
-    """Options of `cukit distill`, and the ways to distil."""
+    """Options of `cukit distill`, and the distillation objectives to compare."""
 
     name: str
     options: Mapping[str, Any]
     packages: bool
     ways: Mapping[str, Mapping[str, float]] = field(default_factory=lambda: {"logits": {}})
-    """alpha, temperature, hidden, attention, relations."""
+    """Name -> alpha and temperature, if not those of the settings, and the weights `hidden` and
+    `attention` of further terms."""
 
 
 _STUDENT = {"student_hidden": 256, "student_layers": 4}
@@ -143,7 +144,7 @@ def _corpus(packages: bool) -> Corpus:
 
 
 def run(setting: Setting, device: str) -> None:
-    """Print one line per model."""
+    """Train and evaluate the models of one setting; print one line per model."""
     settings = DEFAULTS[device].with_options(**setting.options)
     corpus = _corpus(setting.packages)
     bench = Bench(settings, corpus)
@@ -181,7 +182,7 @@ def run(setting: Setting, device: str) -> None:
 
 
 def main() -> int:
-    """Run every setting."""
+    """Run the settings that the command line selects."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--brief", action="store_true", help="twenty seconds on a GPU")

@@ -1,4 +1,4 @@
-"""Shared by the programs that draw figures of docs/."""
+"""Building blocks of the programs that draw the figures of docs/."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from cukit.analyzer.report import svg
-from cukit.analyzer.report.benchmarks import OURS, largest_cases
+from cukit.analyzer.report.benchmarks import largest_cases
 from cukit.analyzer.report.section_benchmarks import FASTEST_PEER, draw_summary
-from cukit.analyzer.results import read
+from cukit.analyzer.results import OURS, read
 from profiling.drawing import MARGIN, WIDTH, figure, swatch, write_changed
-from profiling.tables import FLOOR, PAGES, PUBLISHED, ROOT, kernel_cases
+from profiling.tables import FLOOR, HIGHLIGHTS, PAGES, PUBLISHED, ROOT, kernel_cases
 
 FIGURE = ROOT / "docs" / "benchmarks.svg"
 
@@ -28,9 +28,9 @@ def main() -> int:
 
 
 def figures(results: dict[str, Any]) -> dict[Path, str]:
-    """The figure of all ops, and one per documentation page."""
+    """The figure of all ops, one of the README's, and one per documentation page."""
     drawn = {FIGURE: draw(results)}
-    for page, ops in PAGES.items():
+    for page, ops in {"highlights": HIGHLIGHTS, **PAGES}.items():
         drawn[FIGURE.with_name(f"benchmarks_{page}.svg")] = draw(results, ops)
     return {path: text for path, text in drawn.items() if text is not None}
 

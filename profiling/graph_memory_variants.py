@@ -2,7 +2,7 @@
 
     python -m profiling.graph_memory_variants [parts]
 
-`parts`: only the launches of a retrieval, each timed separately.
+The launches of a retrieval are timed separately first; with `parts`, only these.
 """
 
 from __future__ import annotations
@@ -30,24 +30,22 @@ def compare(name: str, impls: dict[str, Any]) -> None:
 
 
 def diffusion_impls() -> dict[str, Any]:
-    """Return a diffusion for each width of the column slices."""
+    """Return a diffusion for each slice width and number of slices per launch."""
     memory = normal((65536, 256), DTYPE)
     transition = _graph(memory, 65536, 32)
     impls = {}
-    for lanes, together in ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)):
+    for lanes, slices in ((8, 1), (8, 2), (8, 4), (16, 1), (16, 2), (32, 1)):
 
-        def plan(*_: Any, lanes: int = lanes, together: int = together) -> DiffuseConfig:
-            return DiffuseConfig(DTYPE, 8, lanes, together)
+        def plan(*_: Any, lanes: int = lanes, slices: int = slices) -> DiffuseConfig:
+            return DiffuseConfig(DTYPE, 8, lanes, slices)
 
         call = partial(diffusion.graph_diffusion, memory, transition)
-        impls[f"{lanes} lanes, {together} together"] = _planned(
-            diffusion, "plan_diffusion", plan, call
-        )
+        impls[f"{lanes} lanes, {slices} slices"] = _planned(diffusion, "plan_diffusion", plan, call)
     return impls
 
 
 def retrieval_impls(num_queries: int) -> dict[str, Any]:
-    """Return a retrieval for each number of stages and of thread blocks."""
+    """Return a retrieval for each variant of the planned stages, tile rows and thread blocks."""
     queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
     plain = retrieve.plan_maxima
     impls = {}
@@ -68,12 +66,15 @@ def retrieval_impls(num_queries: int) -> dict[str, Any]:
 
 
 def print_parts(num_queries: int, k: int = 64) -> None:
-    """Time each launch of a retrieval separately."""
+    """Time each step of a retrieval separately. All steps return the same array, since `compare`
+    compares results."""
     queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
     ((_, launches),) = retrieve._prepare(queries, memory, k)
     maxima = empty(queries, (num_queries, launches.groups), "float32")
     keys = empty(queries, (num_queries, launches.parts, k), "uint64")
-    joined = empty(queries, (num_queries, k), "uint64") if launches.joins else keys
+    merged = [keys]
+    for _, parts in launches.merges:
+        merged.append(empty(queries, (num_queries, parts, k), "uint64"))
     rescored = empty(queries, (num_queries, k, retrieve.GROUP), "uint64")
     scores, indices = (empty(queries, (num_queries, k), dtype) for dtype in ("float32", "int32"))
 
@@ -85,37 +86,40 @@ def print_parts(num_queries: int, k: int = 64) -> None:
         launches.select(maxima, None, keys, None, None)
         return maxima
 
-    def join() -> Any:
-        launches.joins[0][0](None, keys, joined, None, None)
+    def merge() -> Any:
+        for (launch, _), before, after in zip(
+            launches.merges, merged[:-1], merged[1:], strict=True
+        ):
+            launch(None, before, after, None, None)
         return maxima
 
     def rescore() -> Any:
-        launches.rescore(queries, memory, joined, rescored)
+        launches.rescore(queries, memory, merged[-1], rescored)
         return maxima
 
     def last() -> Any:
         launches.last(None, rescored, None, scores, indices)
         return maxima
 
-    impls = {"maxima": maximise, "select": select, "join": join, "rescore": rescore, "last": last}
-    if not launches.joins:
-        del impls["join"]
+    impls = {"maxima": maximise, "select": select, "merge": merge, "rescore": rescore, "last": last}
+    if not launches.merges:
+        del impls["merge"]
     for impl in impls.values():
         impl()
     compare(f"parts, {num_queries}", impls)
 
 
 def _planned(module: Any, name: str, plan: Any, call: Any) -> Any:
-    """Return `call` with another plan and a separate launch cache, whose key excludes the plan."""
-    memory: dict[str, Any] = {}
+    """Return `call` with another plan and its own launch cache: cache keys exclude the plan."""
+    cache: dict[str, Any] = {}
 
     def planned() -> Any:
-        prepare, own = module._prepare, memory.get("prepare")
+        prepare, own = module._prepare, cache.get("prepare")
         if own is None:
             kept = getattr(module, name)
             setattr(module, name, plan)
             try:
-                own = memory["prepare"] = module.launch_plan(prepare.__wrapped__)
+                own = cache["prepare"] = module.launch_plan(prepare.__wrapped__)
                 module._prepare = own
                 return call()
             finally:

@@ -1,4 +1,4 @@
-"""Times tilings of `indexer_kl` and its backward against the planned one:
+"""Times tilings of `indexer_kl` and its backward against the planned tiling:
 
     python -m profiling.indexer_variants [--quick]
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from cukit.analyzer.report.benchmarks import MEMORY_POOLS
-from cukit.analyzer.results import Record, ResultsFile, case_key
+from cukit.analyzer.results import OURS, Record, ResultsFile, case_key
 from cukit.analyzer.statistics import estimate
 from cukit.analyzer.timing import GpuTimer, HostTimer
 from cukit.core.device import gpu_available
@@ -43,7 +43,6 @@ from profiling.environment import describe
 from profiling.pool_training import measure_training
 
 FAMILY = MEMORY_POOLS
-OURS = "cukit"
 
 LOGS = Path(__file__).parent / "logs"
 RECORDED = (LOGS / "distill.csv.gz",)

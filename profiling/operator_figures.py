@@ -42,6 +42,17 @@ def bar(x: float, y: float, width: float, height: float, class_: str, opacity: f
     return svg.element("rect", x=x, y=y, width=width, height=height, class_=class_, opacity=opacity)
 
 
+def outline(x: float, y: float, width: float, height: float) -> str:
+    """A rectangle that is not filled."""
+    path = f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z"
+    return svg.element("path", d=path, class_="roof", fill="none")
+
+
+def explanation(*lines: str) -> list[str]:
+    """Lines of text under the title."""
+    return [svg.text(line, MARGIN, 54.0 + 16 * i, "detail") for i, line in enumerate(lines)]
+
+
 def draw_retrieval() -> str:
     """Scores of a query in groups, their maxima, and the groups that are scored again."""
     rng = np.random.default_rng(4)
@@ -55,18 +66,12 @@ def draw_retrieval() -> str:
     top, base = 96.0, 196.0
     scale = svg.Scale(0.0, float(maxima.max()), base, top)
     step = (WIDTH - 2 * MARGIN) / (group * groups)
-    parts = [
-        svg.text(
-            f"Scores of one query against {group * groups} rows, in {groups} groups of {group}. "
-            "Only the maximum of each group (line) is written.",
-            MARGIN, 54.0, "detail",
-        ),
-        svg.text(
-            f"The {k} best rows (blue) are in the {k} groups with the highest maxima (shaded), "
-            "which are scored again.",
-            MARGIN, 70.0, "detail",
-        ),
-    ]  # fmt: skip
+    parts = explanation(
+        f"Scores of one query against {group * groups} rows, in {groups} groups of {group}. "
+        "Only the maximum of each group (line) is written.",
+        f"The {k} best rows (blue) are in the {k} groups with the highest maxima (shaded), "
+        "which are scored again.",
+    )
     for g in range(groups):
         left = MARGIN + g * group * step
         if g in chosen:
@@ -101,13 +106,10 @@ def draw_diffusion() -> str:
     walk = Transition(offsets, columns, (1 / degrees[columns]).astype(np.float32))
     memory = np.zeros((side * side, 1), np.float32)
     memory[nodes[side // 2, side // 2]] = 1
-    parts = [
-        svg.text(
-            "Unit mass at one node of a lattice diffuses. The area of a dot is the mass of its "
-            "node; each panel sums to 1.",
-            MARGIN, 54.0, "detail",
-        )
-    ]  # fmt: skip
+    parts = explanation(
+        "Unit mass at one node of a lattice diffuses. The area of a dot is the mass of its "
+        "node; each panel sums to 1."
+    )
     panels: list[tuple[str, dict[str, object]]] = [
         ("memory", {"steps": 0}),
         ("pagerank, 2 steps", {"steps": 2}),
@@ -142,20 +144,16 @@ def draw_write() -> str:
     # One column for the old row and one per write: the value of a column is its share.
     memory, values = np.eye(1, 4), np.eye(4)[1:]
     shares = np.array([memory_write(memory, indices, values, gates * s)[0] for s in totals])
-    parts = [
-        svg.text(
-            "Three writes to one row with gates in the ratio 5 : 3 : 2. The shares always sum "
-            "to 1.",
-            MARGIN, 54.0, "detail",
-        )
-    ]  # fmt: skip
+    parts = explanation(
+        "Three writes to one row with gates in the ratio 5 : 3 : 2. The shares always sum to 1."
+    )
     ends = np.concatenate([np.zeros((len(totals), 1)), np.cumsum(shares, axis=1)], axis=1)
     for part, name in enumerate(("old row", "write 0", "write 1", "write 2")):
-        outline = [(across(s), up(e)) for s, e in zip(totals, ends[:, part], strict=True)]
-        outline += [
+        corners = [(across(s), up(e)) for s, e in zip(totals, ends[:, part], strict=True)]
+        corners += [
             (across(s), up(e)) for s, e in zip(totals[::-1], ends[::-1, part + 1], strict=True)
         ]
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in outline)
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
         parts.append(
             svg.element(
                 "polygon", points=points, class_=svg.colour((1, 0, 2, 3)[part]), opacity=0.75,
@@ -185,13 +183,10 @@ def draw_bank() -> str:
     p = np.zeros((batch, num_layers))
     np.put_along_axis(p, every.experts, every.weights, axis=1)
     left, top = MARGIN + 64, 92.0
-    parts = [
-        svg.text(
-            f"p = softmax(router mean(x)) for {batch} samples and {num_layers} layers; the top "
-            f"{top_k} of each sample are framed.",
-            MARGIN, 54.0, "detail",
-        )
-    ]  # fmt: skip
+    parts = explanation(
+        f"p = softmax(router mean(x)) for {batch} samples and {num_layers} layers; the top "
+        f"{top_k} of each sample are framed."
+    )
     for layer in range(num_layers):
         x_at = left + (layer + 0.5) * cell
         parts.append(svg.text(str(layer), x_at, top - 6, "tick", "middle"))
@@ -205,14 +200,7 @@ def draw_bank() -> str:
                 bar(x_at + 2, y + 2, cell - 4, cell - 4, svg.colour(0), 0.06 + 0.94 * share)
             )
             if layer in kept.routing.experts[sample]:
-                parts.append(
-                    svg.element(
-                        "path",
-                        d=f"M{x_at + 2:.1f} {y + 2:.1f}h{cell - 4:.1f}v{cell - 4:.1f}h"
-                        f"{4 - cell:.1f}z",
-                        class_="roof", fill="none",
-                    )
-                )  # fmt: skip
+                parts.append(outline(x_at + 2, y + 2, cell - 4, cell - 4))
     column = WIDTH - MARGIN - 190
     height = batch * cell / (batch * top_k)
     owner = np.empty(batch * top_k, int)
@@ -230,12 +218,6 @@ def draw_bank() -> str:
     )
 
 
-def outline(x: float, y: float, width: float, height: float) -> str:
-    """A rectangle that is not filled."""
-    path = f"M{x:.1f} {y:.1f}h{width:.1f}v{height:.1f}h{-width:.1f}z"
-    return svg.element("path", d=path, class_="roof", fill="none")
-
-
 def curve(points: list[tuple[float, float]], colour: int, *, dashed: bool = False) -> str:
     """A line through points."""
     return svg.element(
@@ -245,11 +227,6 @@ def curve(points: list[tuple[float, float]], colour: int, *, dashed: bool = Fals
         style="fill: none; stroke-width: 2",
         stroke_dasharray="4 3" if dashed else None,
     )
-
-
-def lines_of(*lines: str) -> list[str]:
-    """The explanation under the title."""
-    return [svg.text(line, MARGIN, 54.0 + 16 * i, "detail") for i, line in enumerate(lines)]
 
 
 def draw_attention() -> str:
@@ -269,7 +246,7 @@ def draw_attention() -> str:
             ck.block_sparse_attention(q, k, v, mask, block_size=2 * tile, causal=True),
         ),
     ]
-    parts = lines_of(
+    parts = explanation(
         f"{length} queries (rows) and keys (columns) in tiles of {tile} x {tile}. Empty tiles are "
         "fully masked and skipped.",
         "Light tiles are partially masked: the mask is applied score by score. Dark tiles need no "
@@ -292,7 +269,7 @@ def draw_attention() -> str:
 
 
 def draw_gemm() -> str:
-    """The order in which a persistent kernel computes the tiles of a product."""
+    """The order in which a persistent kernel computes the output tiles of a product."""
     m, n, k = 4096, 8192, 4096
     config = plan_linear(Product(m, n, k, "bfloat16"), True, typical_device("sm_90"))
     assert isinstance(config, Sm90Config)
@@ -300,7 +277,7 @@ def draw_gemm() -> str:
     tiles_m, tiles_n = -(-m // tiling.tile_m), -(-n // tiling.tile_n)
     width, height = 640.0 / tiles_n, 6.5
     left, top = MARGIN, 100.0
-    parts = lines_of(
+    parts = explanation(
         f"linear, {m} x {k} by {n} x {k} in bfloat16 on an H100: {tiles_m * tiles_n} tiles of "
         f"{tiling.tile_m} x {tiling.tile_n}, computed by {blocks} thread blocks.",
         f"Tiles of one colour are computed at the same time. In rasterisation groups of "
@@ -338,7 +315,7 @@ def draw_quantization() -> str:
         ("group_size=4", {"group_size": 4}),
         ("axis=(-2, -1), group_size=4", {"axis": (-2, -1), "group_size": 4}),
     ]
-    parts = lines_of(
+    parts = explanation(
         "One scale per frame; darker scales are larger. The error of a value is at most half of "
         "its scale,",
         "so smaller blocks keep an outlier from widening the steps of other values.",
@@ -382,7 +359,7 @@ def draw_sampling() -> str:
     left, top, base = MARGIN + 90, 92.0, 216.0
     step = (WIDTH - MARGIN - left) / count
     up = svg.Scale(0.0, float(frequency.max()), base, top)
-    parts = lines_of(
+    parts = explanation(
         f"Probabilities of {count} tokens, sorted (bars), and the tokens that three options keep "
         "(rows below).",
         f"Dots: frequencies in {draws} draws with top_p = 0.9. They follow the renormalised "
@@ -416,7 +393,7 @@ def draw_scan() -> str:
     ones = np.ones((1, tokens, 1, 1), np.float32)
     weights = ck.gated_scan(x, ones, ones, log_decay).y[0, :, 0]
     left, top = MARGIN + 30, 104.0
-    parts = lines_of(
+    parts = explanation(
         f"Weight exp(l_{{j+1}} + ... + l_i) of input j (column) in output i (row), {tokens} tokens "
         f"in chunks of {chunk}. Token 13 decays strongly.",
         "Blue: within a chunk, a masked matrix product, as in attention. Amber: inputs of earlier "
@@ -456,7 +433,7 @@ def draw_sparse() -> str:
     mask[4] = False
     pattern = ck.BlockPattern.from_mask(mask, 16)
     left, top = MARGIN + 10, 84.0
-    parts = lines_of(
+    parts = explanation(
         f"A matrix of {16 * side} x {16 * side} with {len(pattern.indices)} nonzero blocks of "
         "16 x 16, and its BSR arrays. The number in a block is",
         "its index in `indices` and `values`. Block row r has the blocks indptr[r] to "
@@ -503,7 +480,7 @@ def draw_kv_cache() -> str:
     cache.append_each(["b", "c"], [40, 41])
     requests = ["a", "b", "c"]
     tables, lengths = cache.block_table(requests)
-    parts = lines_of(
+    parts = explanation(
         f"Blocks of {block_size} tokens. Request b has the first {found} tokens of a in common and "
         "reads the same blocks (frames mark shared blocks).",
         "c is a fork of b. Both then append a token to a partially filled block, so one of them "
@@ -529,7 +506,9 @@ def draw_kv_cache() -> str:
         parts.append(svg.text(words, left + 5 * (cell + 4), y + 17, "tick"))
     y = top + 3 * 34.0 + 18
     parts.append(svg.text("slab", left - 12, y + 17, "tick", "end"))
-    used = {int(b) for t, n in zip(tables, lengths, strict=True) for b in t[: -(-int(n) // 4)]}
+    used = {
+        int(b) for t, n in zip(tables, lengths, strict=True) for b in t[: -(-int(n) // block_size)]
+    }
     for block in range(12):
         x = left + block * (cell + 4)
         parts.append(bar(x, y, cell, 26, svg.colour(block), 0.6 if block in used else 0.08))
@@ -549,7 +528,7 @@ def draw_temperature() -> str:
     teacher = np.sort(2.5 * rng.standard_normal(count))[::-1].copy()
     student = (0.6 * teacher + rng.standard_normal(count)).astype(np.float64)
     panel, base, zero = 224.0, 200.0, 246.0
-    parts = lines_of(
+    parts = explanation(
         "softmax(logits / T) of teacher (blue) and student (grey) for one token, and the gradient "
         "of the loss with respect to",
         "the student's logits (amber). A higher T raises the weight of unlikely tokens; the factor "
@@ -596,7 +575,7 @@ def draw_layers() -> str:
         ("silu", gated, grad_gated),
         ("gelu", ck.gelu(x), ck.gelu_backward(ones, x)),
     ]
-    parts = lines_of(
+    parts = explanation(
         "Left: activations and their derivatives (dashed). Right: rope rotates a pair (1, 0); the "
         "cosine of its angle,",
         "for each position and pair: blue positive, amber negative.",

@@ -29,7 +29,7 @@ TILINGS = {
     "int4": ((64, 4, 2, 3), (64, 2, 3, 4), (64, 4, 1, 6), (64, 8, 1, 3), (64, 1, 8, 2)),
     "int8": ((32, 4, 3, 2), (32, 4, 2, 3), (16, 4, 3, 4), (16, 4, 4, 3), (32, 1, 8, 2)),
 }
-"""(step, warps, blocks_per_sm, stages) for heads of 128, by the dtype of the cache."""
+"""(step, warps, blocks_per_sm, stages) for heads of 128, by dtype of the cache; "" is bfloat16."""
 
 TILINGS["float8_e4m3"] = TILINGS["int8"]
 
@@ -43,15 +43,15 @@ OTHER_SHAPES = {
 
 
 def cases() -> list[Case]:
-    """Compare the tilings for each shape and dtype of the cache."""
-    same = [
+    """Return one case per shape and dtype of the cache."""
+    by_dtype = [
         _with_tilings(
             replace(shape, codes=codes, block_size=GROUP_ROWS if codes == "int4" else 16), tilings
         )
         for shape in SHAPES
         for codes, tilings in TILINGS.items()
     ]
-    return same + [_with_tilings(shape, tilings) for shape, tilings in OTHER_SHAPES.items()]
+    return by_dtype + [_with_tilings(shape, tilings) for shape, tilings in OTHER_SHAPES.items()]
 
 
 def tiled(config: PagedConfig, step: int, warps: int, blocks: int, stages: int) -> PagedConfig:
@@ -80,7 +80,7 @@ def _with_tilings(shape: Shape, tilings: tuple[Tiling, ...]) -> Case:
 
 
 def _impl(ours: Callable[[], Call], tiling: Tiling) -> Call:
-    """Return a call of cukit with its own plan, outside the launch cache."""
+    """Return a call of cukit with another tiling, planned outside the launch cache."""
 
     def plan(*args: Any, **kwargs: Any) -> PagedConfig:
         return tiled(plan_paged_attention(*args, **kwargs | {"batch": 0}), *tiling)

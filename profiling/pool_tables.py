@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cukit.analyzer.report import numbers
-from cukit.analyzer.report.benchmarks import OURS
 from cukit.analyzer.report.memory_pools import (
     by_case,
     overhead,
@@ -29,7 +28,7 @@ from cukit.analyzer.report.memory_pools import (
     pools_in,
     replayed_on,
 )
-from cukit.analyzer.results import Record, read
+from cukit.analyzer.results import OURS, Record, read
 from profiling.memory_pool import FAMILY
 from profiling.tables import NOT_MEASURED, PUBLISHED, ROOT, markdown
 

@@ -25,15 +25,12 @@ from pathlib import Path
 
 import profiling.cases
 from cukit.analyzer.benchmark import KernelBenchmark, Sampling
-from cukit.analyzer.results import Record, ResultsFile, case_key, read
+from cukit.analyzer.results import OURS, Record, ResultsFile, case_key, read
 from cukit.analyzer.timing import GpuTimer, HostTimer
 from cukit.errors import ConfigError, CukitError
 from profiling.case import Call, Case, PeerMissing, Workload
 from profiling.data import array_module
 from profiling.environment import describe
-
-OURS = "cukit"
-"""The name of cukit's implementation in every case."""
 
 # Pause before the samples of each implementation. Tensor cores reach the power limit of the GPU and
 # need the longer pause.

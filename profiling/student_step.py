@@ -49,7 +49,7 @@ def cukit_loss(hidden: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: 
 
 
 def loss_function(name: str, *, compiled: bool) -> Loss:
-    """The loss of that name; logits in memory instead of Liger's KL if Liger is not installed."""
+    """The loss of that name; `torch_loss` instead of `liger_kl` if Liger is not installed."""
     if name == "liger_kl" and find_spec("liger_kernel") is None:
         name = "torch_loss"
     losses = {each.__name__: each for each in (torch_loss, liger_jsd, liger_kl, cukit_loss)}
@@ -125,13 +125,13 @@ class Student:
         self.losses.append(loss.detach())
 
     def warm_up(self) -> None:
-        """Run two steps, which compile all kernels, and release memory for the other processes."""
+        """Runs two steps, which compile all kernels, then releases memory for other processes."""
         for _ in range(2):
             self.step(self.batches[0])
         self._finish()
 
     def time_round(self) -> Round:
-        """Return the mean time of a step over the batches, after an untimed step."""
+        """Returns the mean time of a step over the batches, after an untimed step."""
         self.step(self.batches[0])
         before = 0
         if self.on_gpu:
@@ -155,7 +155,7 @@ class Student:
 
 
 def run_kernels(sizes: Sizes, dtype: torch.dtype) -> None:
-    """Call each operator of a step in its own thread, since NVRTC takes seconds per kernel."""
+    """Calls each operator of a step in its own thread, since NVRTC takes seconds per kernel."""
     ops = torch.ops.cukit
     tokens, heads, hidden = (sizes.batch, sizes.seq), sizes.heads, sizes.hidden
     head_dim = hidden // heads
@@ -174,8 +174,8 @@ def run_kernels(sizes: Sizes, dtype: torch.dtype) -> None:
     embedding, head = zeros(sizes.vocab, hidden), zeros(sizes.vocab, 2 * hidden)
     calls: list[Callable[[], Any]] = [
         lambda: ops.linear_rope(x, zeros(3 * hidden, hidden), *tables, 2 * heads),
-        lambda: ops.rope_qkv_backward(out, out, out, *tables),
         lambda: ops.flash_attention(*qkv, causal=True),
+        lambda: ops.flash_attention_qkv_backward(out, *qkv, out, lse, *tables, True),
         lambda: ops.flash_attention_backward(out, out, lse, *qkv, causal=True),
         lambda: ops.gated_mlp(x, gate, gate, down),
         lambda: ops.gated_mlp_backward(x, x, gate, gate, down, inner, "silu"),

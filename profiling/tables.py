@@ -27,11 +27,10 @@ from cukit.analyzer.report.benchmarks import (
     EQUAL,
     BenchmarkResults,
     Case,
-    Record,
     impl_title,
     largest_cases,
 )
-from cukit.analyzer.results import read
+from cukit.analyzer.results import Record, read
 from profiling.run import RESULTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +77,7 @@ LIBRARIES = {
     "torch-eager": "PyTorch",
     "torch-cudnn": "cuDNN",
     "torch-dense": "cuBLAS, dense",
-    "flashinfer-flat": "FlashInfer",
+    "flashinfer-flat": "FlashInfer, no cascade",
     "flashinfer": "FlashInfer",
     "fla": "flash-linear-attention",
 }
@@ -279,7 +278,7 @@ def _verdict(results: dict[str, Any]) -> str:
 
 
 def _picture(results: dict[str, Any]) -> str:
-    return f"![{FLOOR}](docs/benchmarks.svg)\n"
+    return f"![{FLOOR}](docs/benchmarks_highlights.svg)\n"
 
 
 def _environment(results: dict[str, Any]) -> str:

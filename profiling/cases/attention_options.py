@@ -63,7 +63,7 @@ def _wide(*arrays: Any) -> tuple[Any, ...]:
 
 
 def by_head(function: Callable[..., Any], *arrays: Any) -> Any:
-    """The reference, one head at a time: the scores of all would not fit."""
+    """The reference, one head at a time: the scores of all heads would not fit in memory."""
     heads = range(arrays[0].shape[-2])
     parts = [function(*_wide(*(array[..., h : h + 1, :] for array in arrays))) for h in heads]
     return array_module().concatenate(parts, axis=-2)
@@ -83,7 +83,7 @@ def _flex_impl(visible: Callable[..., Any], rows: int, *arrays: Any) -> Call:
 
 
 def window_case(seq_len: int, heads: int, head_dim: int, window: int) -> Case:
-    """A causal window of `window` keys."""
+    """Causal attention of each query to its own key and the `window` keys before it."""
 
     def build() -> Workload:
         arrays = _arrays((1, seq_len), heads, head_dim)

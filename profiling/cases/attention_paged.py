@@ -1,7 +1,8 @@
 """Cases of `paged_attention`: decode steps over a cache with blocks in random order.
 
-The peers are the backends of torch's scaled_dot_product_attention on the same keys, contiguous: the
-cost of a cache without blocks. They support equal lengths only.
+The peers are FlashInfer, for bfloat16 and float8 caches of head_dim 128, and the backends of
+torch's scaled_dot_product_attention, for bfloat16 and equal lengths, on the same keys,
+contiguous: the cost of a cache without blocks.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def paged_case(shape: Shape) -> Case:
-    """A decode step; torch is the peer for equal lengths of unquantised keys."""
+    """A decode step."""
     batch, keys = len(shape.lengths), sum(shape.lengths)
 
     def build() -> Workload:
@@ -159,7 +160,7 @@ def paged_case(shape: Shape) -> Case:
 
 
 def caches(block: tuple[int, ...], codes: str) -> tuple[Any, Any]:
-    """Keys and values of bfloat16 or quantised."""
+    """Keys and values, bfloat16 or quantised."""
     if codes == "int4":
         return grouped_cache(block, 1), grouped_cache(block, 3)
     return _cache(block, codes), _cache(block, codes)
@@ -175,7 +176,7 @@ def _cache(block: tuple[int, ...], codes: str) -> Any:
     blocks, block_size, heads, _ = block
     storage = xp.empty(block, xp.int8 if codes == "int8" else xp.uint8)
     scales = xp.full((blocks, heads, block_size, 1), 4.5 / most, xp.float32).swapaxes(1, 2)
-    for begin in range(0, blocks, 1024):  # the whole cache in float32 would not fit
+    for begin in range(0, blocks, 1024):  # the whole cache in float32 would not fit in memory
         part = storage[begin : begin + 1024]
         values = normal(part.shape, "float32") * (most / 4.5)
         part[...] = QuantizedArray.encode(xp.clip(values, -most, most), dtype).storage
@@ -256,7 +257,7 @@ def _dense_impl(backend: str, shape: Shape, q: Any, k: Any, v: Any, table: Any) 
 def _expected(
     q: Any, k: Any, v: Any, table: Any, lengths: Any, recent: RecentKV | None = None
 ) -> Any:
-    """Request by request, in float32: the whole cache would not fit."""
+    """Request by request, in float32: the whole cache would not fit in memory."""
     xp = array_module()
     out = xp.empty(q.shape, xp.float32)
     for b, length in enumerate(np.asarray(lengths.get() if xp is not np else lengths).tolist()):

@@ -128,7 +128,7 @@ def close_kl_case(tokens: int, vocab_size: int) -> Case:
 def divergence_case(
     tokens: int, vocab_size: int, divergence: str, distance: float | None = None
 ) -> Case:
-    """Loss and gradient of a divergence that reads the rows three times."""
+    """Loss and gradient of a divergence other than the forward KL."""
     return _kl_case(
         "distillation_loss", tokens, vocab_size, forward=True, distance=distance,
         divergence=divergence,
@@ -238,7 +238,7 @@ def _kl_case(
             return loss
 
         def liger_loss(torch: ModuleType) -> Callable[..., Any]:
-            liger = _liger_divergence(torch, divergence)
+            liger = _liger_divergence(divergence)
 
             def loss(s: Any, t: Any) -> Any:
                 with torch.no_grad():
@@ -282,7 +282,7 @@ def _kl_case(
     return Case(FAMILY, op, name, DTYPE, build, bytes=traffic)
 
 
-def _liger_divergence(torch: ModuleType, divergence: str) -> Callable[..., Any]:
+def _liger_divergence(divergence: str) -> Callable[..., Any]:
     """The mean over rows, as a function of the log-probabilities of student and teacher."""
     liger = peers.optional("liger_kernel.transformers")
     if divergence == "total_variation":
@@ -296,7 +296,7 @@ def _liger_divergence(torch: ModuleType, divergence: str) -> Callable[..., Any]:
 
 
 def _torch_divergence(torch: ModuleType, log_p: Any, log_q: Any, divergence: str) -> Any:
-    """The mean over rows, with equal mixtures."""
+    """The mean over rows; mixtures of p and q have equal weights."""
     p, q = log_p.exp(), log_q.exp()
     log_m = torch.log((p + q) / 2)
     rows = {
@@ -315,7 +315,7 @@ def linear_kl_case(tokens: int, hidden: int, vocab_size: int) -> Case:
 
 
 def linear_jsd_case(tokens: int, hidden: int, vocab_size: int) -> Case:
-    """The same with the Jensen-Shannon divergence."""
+    """Two heads, the Jensen-Shannon divergence, and gradients of the student's head and input."""
     return _linear_case("linear_distillation_loss", tokens, hidden, vocab_size, "jsd")
 
 
@@ -649,7 +649,7 @@ def _head_workload(
 def _head_case(
     op: str, tokens: int, hidden: int, vocab_size: int, flops: int, build: Callable[[], Workload]
 ) -> Case:
-    """flops: twice the number of products of tokens x hidden x vocab_size."""
+    """flops: FLOPs per token, hidden unit and class, 2 for each GEMM of the case."""
     return Case(
         FAMILY,
         op,

@@ -62,7 +62,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def torch_activation(torch: ModuleType, name: str | None) -> Callable[..., Any]:
-    """The activation called `name` in `linear`."""
+    """PyTorch's function for the activation `name` of `linear`."""
     functional = torch.nn.functional
     known: dict[str | None, Callable[..., Any]] = {
         None: lambda z: z,
@@ -75,7 +75,8 @@ def torch_activation(torch: ModuleType, name: str | None) -> Callable[..., Any]:
 
 
 def _case(op: str, name: str, extents: Extents, build: Callable[[], Workload], **work: Any) -> Case:
-    """FLOPs and bytes: the number of products of these extents, and of arrays of each kind."""
+    """work: `products`, the number of products of these extents; `of_x`, `of_w`, `of_y`, the
+    numbers of arrays [m, k], [n, k] and [m, n] that are read or written."""
     m, n, k = extents
     elements = work["of_x"] * m * k + work["of_w"] * n * k + work["of_y"] * m * n
     return Case(
@@ -187,7 +188,8 @@ def backward_case(extents: Extents, activation: str | None) -> Case:
         )
 
     name = _name(extents, activation)
-    return _case("linear_backward", name, extents, build, products=2, of_x=2, of_w=2, of_y=2)
+    of_y = 1 if activation is None else 2  # the gradient and the pre-activation
+    return _case("linear_backward", name, extents, build, products=2, of_x=2, of_w=2, of_y=of_y)
 
 
 def gated_backward_case(extents: Extents) -> Case:

@@ -1,4 +1,4 @@
-"""Cases of `gemv`: few tokens, weights stored as [out, in] and [in, out], and few outputs."""
+"""Cases of `gemv`: few tokens with weights [out, in] and [in, out]; few outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from profiling.data import normal
 
 
 def cases(small: bool = False) -> list[Case]:
-    """One, eight and sixteen tokens at the widths of 1B to 70B models."""
+    """One, eight and sixteen tokens at the widths of 8B and 70B models; four outputs."""
     if small:
         return [gemv_case(3, 72, 64, transpose) for transpose in (False, True)]
     return [

@@ -22,7 +22,7 @@ EPS = 1e-6
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Tiny kernels, so the time is that of the host."""
+    """Tiny kernels, so that host time dominates. The cases are the same for `small`."""
     return [launch_case(1, 1024, "bfloat16"), paged_case(4, 32, "bfloat16")]
 
 
@@ -75,7 +75,7 @@ def paged_case(batch: int, keys: int, dtype: str) -> Case:
 
 
 def _bare_launch(x: Any, weight: Any, out: Any) -> Call:
-    """CuPy's own launch: no checks, no plan, prepared arguments."""
+    """A launch by CuPy of the same compiled kernel: no checks, no plan, prepared arguments."""
     xp = array_module()
     if xp.__name__ != "cupy":
         raise PeerMissing("no GPU to launch on")

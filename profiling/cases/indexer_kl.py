@@ -28,7 +28,7 @@ DTYPE = "bfloat16"
 
 @dataclass(frozen=True)
 class Shape:
-    """Causal attention, and its indexer."""
+    """Causal attention (suffix _t) and its indexer (suffix _s)."""
 
     batch: int
     seq_len: int
@@ -56,12 +56,15 @@ class Shape:
         columns += student_products * self.num_heads_s * self.head_dim_s
         return float(self.batch * columns * self.seq_len**2)
 
-    @property
-    def bytes(self) -> float:
-        """The size of the queries and keys."""
-        columns = (self.num_heads_t + self.num_kv_heads_t) * self.head_dim_t
-        columns += (self.num_heads_s + 1) * self.head_dim_s
-        return float(self.batch * self.seq_len * columns * itemsize(DTYPE))
+    def bytes(self, *, backward: bool) -> float:
+        """The size of all inputs and, if `backward`, of the gradients of the indexer's."""
+        teacher = (self.num_heads_t + self.num_kv_heads_t) * self.head_dim_t * itemsize(DTYPE)
+        teacher += self.num_heads_t * itemsize("float32")  # the log-sum-exps
+        indexer = (self.num_heads_s + 1) * self.head_dim_s * itemsize(DTYPE)
+        indexer += self.num_heads_s * itemsize("float32")  # the weights of the heads
+        selected = 0 if self.top_k is None else self.top_k * itemsize("int32")
+        row = teacher + indexer * (2 if backward else 1) + selected
+        return float(self.batch * self.seq_len * row)
 
     def arrays(self) -> tuple[Any, ...]:
         """q_t, k_t, lse_t, q_s, k_s, weights."""
@@ -102,9 +105,10 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def torch_kl(shape: Shape, torch: ModuleType) -> Callable[..., Any]:
-    """The mean divergence, computed with all matrices."""
+    """The mean divergence, computed with all score matrices."""
     if shape.seq_len > LONGEST_PEER:
-        raise PeerMissing(f"no room for {shape.num_heads_t} matrices of {shape.seq_len} squared")
+        size = f"{shape.seq_len} x {shape.seq_len}"
+        raise PeerMissing(f"no room for {shape.num_heads_t} matrices of {size} scores")
 
     def function(
         q_s: Any, k_s: Any, weights: Any, q_t: Any, k_t: Any, lse: Any, indices: Any = None
@@ -151,7 +155,7 @@ def forward_case(shape: Shape) -> Case:
         dtype=DTYPE,
         build=build,
         flops=shape.flops(1),
-        bytes=shape.bytes,
+        bytes=shape.bytes(backward=False),
         measure_memory=True,
     )
 
@@ -180,7 +184,7 @@ def backward_case(shape: Shape) -> Case:
         dtype=DTYPE,
         build=build,
         flops=shape.flops(3),
-        bytes=2 * shape.bytes,
+        bytes=shape.bytes(backward=True),
         measure_memory=True,
     )
 

@@ -17,7 +17,7 @@ KIB = 1 << 10
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Copies to disjoint destinations, as in a cache or a defragmentation; and overlapping
+    """Copies to disjoint destinations, as in a cache or a defragmentation, and overlapping
     moves."""
     if small:
         return [scattered_case(4 * KIB, 64 * KIB), slide_case(4 * KIB, 1 * KIB, 64 * KIB)]
@@ -29,7 +29,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def scattered_case(block: int, total: int) -> Case:
-    """Blocks of one size, from scattered positions in the lower half to the upper half in order."""
+    """Copies blocks of one size, scattered in the lower half of the memory, to the upper half."""
     count = total // block
     order = np.random.default_rng(3).permutation(count)
     table = np.stack([total + np.arange(count) * block, order * block, np.full(count, block)], 1)
@@ -43,10 +43,10 @@ def scattered_case(block: int, total: int) -> Case:
 
 
 def slide_case(block: int, gap: int, total: int) -> Case:
-    """Blocks with gaps between them, all moved down to close the gaps.
+    """Moves blocks with gaps between them down, to close the gaps.
 
     Every move is by a multiple of the gap, and the data is periodic with the gap: a move changes no
-    byte and can be repeated in place. Correctness is tested elsewhere.
+    byte and can be repeated in place. Correctness is tested in tests/memory.
     """
     count = total // block
     moves = [(i * block, i * (block + gap) + gap, block) for i in range(count)]

@@ -33,7 +33,7 @@ OPS = (
 
 
 def cases(small: bool = False) -> list[Case]:
-    """[sequences, tokens] of a layer, and a step with a full cache of that many tokens."""
+    """[sequences, tokens] of a layer; [sequences, tokens in the full caches] of a step."""
     config = MetaAttentionConfig(hidden=2048, num_heads=32, state_dim=64)
     shapes: tuple[tuple[int, int], ...] = ((2, 4096), (8, 1024))
     steps = ((64, 4096),)
@@ -61,7 +61,7 @@ def _parameters(config: MetaAttentionConfig) -> dict[str, Any]:
 def _expected(
     config: MetaAttentionConfig, parameters: dict[str, Any], run: Callable[..., Any]
 ) -> Any:
-    """`run(module)` of a float32 module whose ops are the references."""
+    """The result of `run` for a float32 module whose ops are the references."""
     references: dict[str, Any] = {name: registry.get_op(name).reference for name in OPS}
     wide = {name: array.astype(np.float32) for name, array in parameters.items()}
     with mock.patch.multiple(meta_attention, **references):

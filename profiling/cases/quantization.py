@@ -1,6 +1,6 @@
 """Cases of `cukit.quantization`: quantisation and dequantisation.
 
-The floor counts every value as read once; a scale per tensor requires reading them twice.
+The floor counts every value as read once; with one scale per tensor, values are read twice.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def quantize_case(
 
         impls = {"cukit": lambda: ours}
         if options.get("clip") != "mse":
-            torch_function = partial(_torch_quantize, narrow, block, bool(rounding))
+            torch_function = partial(_torch_quantize, narrow, block, "zero_points" in options)
             impls = forward_impls(ours, torch_function, x)
         if narrow == float8_e4m3 and block in ((1, 128), (128, 128)):
             impls["torchao"] = lambda: peers.forward(_torchao_quantize(block), x)

@@ -72,7 +72,7 @@ def _inputs(
     *,
     channels: bool = False,
 ) -> _Inputs:
-    """A decay of 8 % per token on average, at least 4 %: Mamba-2's values are x / -decay."""
+    """A decay of 8 % per token on average, and at least 4 %: `_ChunkScan` divides x by it."""
     keys = (batch, seq_len, num_groups, state_dim)
     decays = (batch, seq_len, num_heads, *((state_dim,) if channels else ()))
     return _Inputs(
@@ -181,7 +181,8 @@ def scan_case(
     tokens = batch * seq_len
     moved = tokens * 2 * (num_heads * head_dim + num_groups * state_dim) * itemsize(DTYPE)
     moved += tokens * num_heads * (state_dim if channels else 1) * itemsize("float32")
-    # Per chunk: scores and their products, half of them masked; reading and updating the state.
+    # Per token, in chunks of 64: scores and the product with them, half masked; two products with
+    # the state.
     flops = 2.0 * tokens * num_heads * (32 * (state_dim + head_dim) + 2 * state_dim * head_dim)
     return Case(
         FAMILY,
@@ -226,7 +227,7 @@ def backward_case(
         return Workload(
             {"cukit": lambda: ours, "fla": theirs, "mamba": partial(mamba.backward, grad_y)},
             expected,
-            tolerance=1e-2 if channels else 2e-2,  # for `_ChunkScan.gradients`
+            tolerance=1e-2 if channels else 2e-2,  # because of `_ChunkScan.gradients`
             views={"mamba": mamba.gradients},
         )
 
@@ -234,7 +235,8 @@ def backward_case(
     values, keys = num_heads * head_dim, num_groups * state_dim
     moved = tokens * (3 * values + 4 * keys) * itemsize(DTYPE)
     moved += 2 * tokens * num_heads * (state_dim if channels else 1) * itemsize("float32")
-    # Per chunk: scores and their gradients, five products with them, five with states.
+    # Per token, in chunks of 64: scores, their gradients and three products with them, half masked;
+    # five products with states.
     inner = 32 * (3 * state_dim + 2 * head_dim)
     flops = 2.0 * tokens * num_heads * (inner + 5 * state_dim * head_dim)
     return Case(

@@ -22,7 +22,7 @@ def test_the_figure_is_self_contained() -> None:
         assert words in figure
 
 
-def test_nothing_measured_nothing_drawn() -> None:
+def test_no_results_give_no_figure() -> None:
     assert draw({"environment": {}, "records": []}) is None
 
 

@@ -66,7 +66,7 @@ def test_memory_held_and_failures() -> None:
     ]
 
 
-def test_times() -> None:
+def test_tables_of_times() -> None:
     assert "| `serving` | 7.2 / 250 / 1.0 | 7.2 / 250 / 1.0 |" in rendered("latency")
     calls = rendered("calls")
     assert "| allocate and free 1 MiB | 2.50 µs | 0.61 µs |" in calls
@@ -96,7 +96,7 @@ def test_machine_and_figure() -> None:
     assert "(docs/memory_pools.svg)" in rendered("picture", "README.md")
 
 
-def test_nothing_measured() -> None:
+def test_no_results_give_no_tables_or_figure() -> None:
     text = "<!-- pools:replay -->\nold\n<!-- /pools -->"
     nothing = {"environment": {}, "records": []}
     assert NOT_MEASURED in update(text, nothing, "README.md")

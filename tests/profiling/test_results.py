@@ -1,4 +1,4 @@
-"""The results file: merging, replacing, and atomic writes."""
+"""The results file: locking, merging, replacing, and atomic writes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def put(results: ResultsFile, *records: dict[str, Any]) -> None:
         results.replace(case_key(each), [each])
 
 
-def test_another_process_that_writes_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_while_a_run_writes(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     code = (
         "import pathlib, sys; from cukit.analyzer.results import ResultsFile;"
@@ -115,7 +115,7 @@ def test_results_of_two_gpus_do_not_mix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"records": []}'])
-def test_a_damaged_file_is_named(content: str, tmp_path: Path) -> None:
+def test_errors_name_the_damaged_file(content: str, tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
     path.write_text(content)
     with pytest.raises(ResultsError, match=r"h200\.json"):

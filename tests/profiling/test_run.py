@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from cukit.analyzer.correctness import relative_error
-from cukit.analyzer.results import read
+from cukit.analyzer.report.benchmarks import MEMORY_POOLS
+from cukit.analyzer.results import OURS, case_key, read
 from profiling.case import Case, PeerMissing, Workload
 from profiling.data import array_module
-from profiling.run import OURS, Runner, load_cases, main, run_cases, show
+from profiling.run import Runner, load_cases, main, run_cases, show
+from profiling.tables import PUBLISHED
 
 SMALL = load_cases(small=True)
 
@@ -51,6 +53,17 @@ def test_cases_have_unique_names() -> None:
     for cases in (SMALL, load_cases()):
         keys = [case.key() for case in cases]
         assert len(keys) == len(set(keys))
+
+
+def test_published_results_are_of_cases_that_exist() -> None:
+    """The pool's results are of `profiling.memory_pool`, which has no cases."""
+    cases = {case.key() for case in load_cases()}
+    published = {
+        case_key(record)
+        for record in read(PUBLISHED)["records"]
+        if record["family"] != MEMORY_POOLS
+    }
+    assert published <= cases
 
 
 def test_every_case_has_a_floor() -> None:
