@@ -1,4 +1,4 @@
-"""Distils a model with `cukit.distill` alone: CuPy on GPUs, NumPy without, no PyTorch.
+"""Distils a model with `cukit.distill` and no PyTorch: with CuPy on a GPU, else with NumPy.
 
     python examples/distill_cupy.py                                   # trains a teacher first
     python examples/distill_cupy.py --teacher runs/distill/teacher.safetensors --text corpus/
@@ -6,8 +6,8 @@
 
 Three students of the same size start from the same weights: one is trained on the text alone, one
 with the teacher, one with the teacher's recorded signals, its 16 likeliest tokens at each position.
-Batches are per process. A run that was killed continues from its last checkpoint if it is started
-with the same options. `cukit distill` also writes a report.
+Each process has its own batches of `--batch` windows. A run that was killed continues from its last
+checkpoint if it is started with the same options. `cukit distill` also writes a report.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from cukit.distill import (
 from cukit.distributed import communicator
 from cukit.models import Transformer, TransformerConfig, load_model, save_model
 
-KNOWN_TOKENS = 16
+TOP_K = 16
 TEMPERATURE = 2.0
 
 
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
 
     # Every process records the teacher's signals for the batches that it will train on.
     folder = output / f"signals-{processes.rank}-of-{processes.size}"
-    record_teacher(folder, teacher, windows, steps=steps, k=KNOWN_TOKENS, temperature=TEMPERATURE)
+    record_teacher(folder, teacher, windows, steps=steps, k=TOP_K, temperature=TEMPERATURE)
     offline = OfflineBatches(folder, xp=xp, ranks=processes, shared=False)
 
     students = {name: model(64, 1, seed=1) for name in ("alone", "distilled", "offline")}
