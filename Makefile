@@ -24,10 +24,10 @@ RESULTS ?= profiling/results/h200.json
 # Additional packages for the tests of cukit.torch. Empty by default: on Linux the default build of
 # torch installs 3 GB of CUDA libraries; PyTorch's CPU build is 200 MB.
 TORCH ?=
-# Processes that share the GPU during the tests. Fewer need less of its memory.
+# Test processes that share the GPU. Fewer processes need less GPU memory.
 GPU_WORKERS ?= 4
 
-# cuda12, cuda13 or empty, by the driver of this machine. cukit/core/driver.py prints the reason.
+# cuda12, cuda13 or empty, depending on this machine's driver; driver.py prints the reason.
 GPU_EXTRA := $(shell $(PYTHON) -I cukit/core/driver.py 2>/dev/null)
 DEMO_EXTRAS := [report$(addprefix $(comma),$(GPU_EXTRA))]
 # The tests compile every kernel even without a GPU.
@@ -40,9 +40,9 @@ TEST_STAMP := $(VENV)/.installed-test$(addprefix -,$(GPU_EXTRA))$(if $(TORCH),-t
 # Tests start several hundred Python programs. Without cached bytecode, each compiles all of cukit.
 unexport PYTHONDONTWRITEBYTECODE
 
-# One process per core without the GPU; then a few that share it, most of whose time is compilation;
-# then the tests that compare times, alone. $(1) selects cases by their marks. pytest exits with 5 if
-# $(ARGS) selects no test.
+# Three runs: tests without the GPU, one process per core; GPU tests, in up to $(GPU_WORKERS)
+# processes; tests that compare times on the GPU, in one process. $(1) selects cases by their marks.
+# pytest exits with 5 if $(ARGS) selects no test.
 define run_tests
 	$(call pytest,-n auto,$(1) and not gpu)
 	$(if $(GPU_EXTRA),$(call pytest,-n auto --maxprocesses $(GPU_WORKERS),$(1) and gpu and not timing))

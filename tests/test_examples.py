@@ -140,7 +140,7 @@ sys.exit(", ".join(failed) or 0)
 
 
 def test_examples_of_docstrings() -> None:
-    """Of all modules except those that need PyTorch, where it is not installed."""
+    """Doctests of all modules; modules that need PyTorch are skipped if it is not installed."""
     has_torch = importlib.util.find_spec("torch") is not None
     paths = [path for path in (ROOT / "cukit").rglob("*.py") if ">>>" in path.read_text()]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(paths)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import cukit
+from cukit.core.overlap import check_overlap
 from cukit.errors import ArrayLayoutError, CukitError
 from cukit.memory import HostProvider
 from cukit.registry import Op, ops
@@ -376,6 +378,36 @@ def test_an_output_that_overlaps_an_input_is_rejected(op: Op) -> None:
             with pytest.raises(ArrayLayoutError, match="overlaps"):
                 op.function(*bound.args, **bound.kwargs)
             bound.arguments[name] = value
+
+
+COMPARED_ELSEWHERE = {
+    "flash_attention": {"q_descale", "k_descale", "v_descale"},  # only of float8 inputs
+    "dequantize": {"array"},  # its parts
+}
+
+
+@pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
+def test_an_output_is_compared_with_every_array(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with arrays that are optional and not in the sample."""
+    compared: set[str] = set()
+
+    def recorded(*args: Any, name: str = "out", itself: str = "", **inputs: Any) -> None:
+        compared.update(inputs)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "check_overlap", None) is check_overlap:
+            monkeypatch.setattr(module, "check_overlap", recorded)
+    args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
+    result = op.function(*args, **kwargs)
+    compared.clear()
+    out = np.zeros_like(result[0] if isinstance(result, tuple) else result)
+    op.function(*args, **kwargs | {"out": out})
+    arrays = {
+        parameter.name
+        for parameter in inspect.signature(op.function).parameters.values()
+        if "Array" in str(parameter.annotation) and parameter.name != "out"
+    }
+    assert arrays - COMPARED_ELSEWHERE.get(op.name, set()) <= compared
 
 
 NO_ARRAYS = (None, "text", object(), {}, [[1], [1, 2]], np.array(["a"]), np.array([None]))

@@ -12,8 +12,8 @@ from tests.gpu_lock import gpu_lock
 pytest.importorskip("fcntl")
 
 
-def test_holders_share_the_lock_until_one_wants_it_alone(tmp_path: Path) -> None:
-    """A test that starts while another waits to be alone runs after it, not before."""
+def test_holders_share_the_lock_until_one_needs_it_alone(tmp_path: Path) -> None:
+    """A test that starts while a timing test waits for the lock runs after the timing test."""
     order: list[str] = []
     started = threading.Event()
 

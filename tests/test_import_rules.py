@@ -1,8 +1,9 @@
 """Import rules between the packages of cukit.
 
-Layers, bottom up: errors; core and the references; op families, which do not import each other
-except quantization and gemm; models; the distillation loop, the analyzer and the commands. Inside a
-package with folders, these also import one way. Imports inside functions count too.
+Layers, bottom up: errors; core and the references; op families, which import no other family
+except quantization, gemm and, in some cases, layers or attention; models; the distillation loop,
+the analyzer and the commands. The folders of a package also import one way. Imports inside
+functions count too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "registry": BASE | {"core"},
     "array_api": OPS,
     "layers": OPS,
-    "attention": OPS,
+    "attention": OPS | {"layers"},
     "gemm": OPS,
     "moe": OPS | {"layers"},
     "sampling": OPS,
@@ -87,7 +88,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "pool": {"batched_copy", "bookkeeping", "providers", "slot_grid", "uninterrupted"},
     },
 }
-"""What folders and modules of a package may import from it. Those not named may import all."""
+"""The parts of its own package that a folder or module may import; without an entry, all."""
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")])
@@ -122,6 +123,10 @@ def layer(path: Path) -> str:
     return own if own in MAY_IMPORT else family
 
 
+def family_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0]
+
+
 def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -130,8 +135,7 @@ def name(path: Path) -> str:
 def test_a_module_imports_only_lower_layers(path: Path) -> None:
     own = layer(path)
     assert own in MAY_IMPORT, f"{name(path)}: add its permitted imports to MAY_IMPORT"
-    family = path.relative_to(PACKAGE).parts[0]
-    forbidden = imports(path) - MAY_IMPORT[own] - {family}
+    forbidden = imports(path) - MAY_IMPORT[own] - {family_of(path)}
     assert not forbidden, f"{name(path)} may not import {', '.join(sorted(forbidden))}"
 
 
@@ -155,6 +159,15 @@ def test_modules_do_not_import_one_another_in_cycles() -> None:
         for path in leaves:
             del left[path]
     assert not left, f"in or above a cycle: {', '.join(sorted(map(name, left)))}"
+
+
+def test_private_modules_are_imported_within_their_family_only() -> None:
+    private = {path for path in MODULES if path.stem.startswith("_") and path.stem != "__init__"}
+    private = {path for path in private if path.parent != PACKAGE}
+    for path in MODULES:
+        imported = module_imports(path) & private
+        foreign = [name(each) for each in imported if family_of(each) != family_of(path)]
+        assert not foreign, f"{name(path)} imports {', '.join(sorted(foreign))}"
 
 
 @pytest.mark.parametrize("family", FOLDERS)
@@ -214,7 +227,7 @@ def test_platform_comes_first(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_assembly_lives_in_common_ptx(path: Path) -> None:
+def test_assembly_is_only_in_common_ptx(path: Path) -> None:
     if "ptx" not in path.relative_to(KERNELS).parts:
         code = re.sub(r"//.*", "", path.read_text())
         assert not re.search(r"\basm\b", code), f"{name(path)}: asm belongs in common/ptx/"

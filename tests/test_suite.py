@@ -123,7 +123,7 @@ def run_suite(tmp_path: Path) -> Any:
     return run
 
 
-def test_damage_fails_the_test_that_did_it(run_suite: Any) -> None:
+def test_damage_fails_the_test_that_caused_it(run_suite: Any) -> None:
     output = run_suite(FIRST, "--guard-seed", "7")
     assert "guard: on, --guard-seed 7 repeats it" in output
     assert "3 failed, 3 passed, 1 skipped" in output
@@ -137,7 +137,7 @@ def test_damage_fails_the_test_that_did_it(run_suite: Any) -> None:
     assert overwritten.startswith("test_overwrites_memory_of_another_test")
 
 
-def test_a_lost_gpu_ends_the_run_in_the_test_that_lost_it(run_suite: Any) -> None:
+def test_a_fault_ends_the_run_in_the_test_that_caused_it(run_suite: Any) -> None:
     output = run_suite(SECOND)
     assert re.search(r"guard: on, --guard-seed \d+ repeats it", output)
     assert "1 failed" in output
@@ -185,7 +185,7 @@ def test_every_family_of_kernels_has_groups() -> None:
     assert any(group.shares for group in sanitize.groups().values())
 
 
-def test_racecheck_takes_a_choice_unless_it_is_asked_for() -> None:
+def test_racecheck_runs_marked_groups_unless_it_is_the_only_tool() -> None:
     chosen = {"a": Group(int, shares=True), "b": Group(int)}
     both = jobs(["memcheck", "racecheck"], chosen)
     assert both == [("memcheck", "a"), ("memcheck", "b"), ("racecheck", "a")]
@@ -203,7 +203,7 @@ def test_racecheck_takes_a_choice_unless_it_is_asked_for() -> None:
         ("Traceback\nValueError: no\n", "Traceback ValueError: no"),
     ],
 )
-def test_what_the_tools_count(text: str, errors: str) -> None:
+def test_findings_are_parsed(text: str, errors: str) -> None:
     assert errors_of(text) == errors
 
 
