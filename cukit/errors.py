@@ -13,7 +13,7 @@ CukitError
 ├── LaunchError                a launch is invalid, e.g. arguments do not match the kernel
 ├── EmulatorError              the emulator found an error in a kernel: kind, thread, source line
 ├── OutOfMemoryError           (also a MemoryError)
-├── CommunicationError         processes lost contact or called different collectives
+├── CommunicationError         a connection fails, or processes call different collectives
 ├── PointerError               an address that a pool cannot free (also a ValueError)
 └── CacheError                 the kernel cache cannot be used
 
@@ -82,7 +82,8 @@ class OutOfMemoryError(CukitError, MemoryError):
 
 
 class CommunicationError(CukitError):
-    """Processes of a distributed run lost contact or called different collectives."""
+    """A connection between processes of a distributed run fails, NCCL fails, or the processes call
+    different collectives."""
 
 
 class PointerError(CukitError, ValueError):

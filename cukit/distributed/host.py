@@ -24,7 +24,7 @@ from cukit.errors import ArrayError, CommunicationError
 OPERATIONS = ("sum", "max", "min")
 
 _MAGIC = b"cukit-ranks-1\0"
-_PORTS = 16  # number of ports to try, from the launcher's on
+_PORTS = 16  # number of ports to try, starting at `Ranks.port`
 _HEADER = struct.Struct("<16sQ")
 _HELLO = struct.Struct("<14s16sII")
 _ANSWER_SECONDS = 3.0
@@ -40,7 +40,8 @@ class HostCommunicator:
         timeout_seconds: how long to wait for the other processes to connect, and for their data.
 
     Raises:
-        CommunicationError: a process does not connect in time, or the run's `ranks` differ.
+        CommunicationError: a process does not connect in time, for example because `job` or `size`
+            differ between the processes.
     """
 
     def __init__(self, ranks: Ranks, *, timeout_seconds: float = 600.0) -> None:
@@ -188,7 +189,7 @@ class HostCommunicator:
         return range(self.ranks.port, min(self.ranks.port + _PORTS, 65536))
 
     def _greet(self, peer: socket.socket) -> int | None:
-        """The rank of a connection, or None if it does not belong to this run."""
+        """The rank of the connected process, or None if it does not belong to this run."""
         peer.settimeout(_ANSWER_SECONDS)
         try:
             magic, job, rank, size = _HELLO.unpack(_read(peer, _HELLO.size))

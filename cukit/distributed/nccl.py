@@ -1,7 +1,7 @@
 """Collectives over CuPy arrays with NCCL, called through ctypes.
 
-CuPy's binding exists only if CuPy found NCCL when it was imported. Eight functions of a stable C
-interface need no binding.
+CuPy's binding exists only if CuPy found NCCL when it was imported. This module calls seven
+functions of NCCL's stable C interface without that binding.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class NcclCommunicator:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """Within the block a separate stream is current, which waits for the outer stream's work.
+        """Makes a separate stream current, which first waits for earlier work on the outer stream.
 
         Memory used in the block must not be freed before :meth:`join`.
         """

@@ -54,8 +54,8 @@ def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Rank
     Under torchrun the launcher itself listens on MASTER_PORT, so rank 0 uses the next port.
 
     Raises:
-        ConfigError: a variable is not a number, or processes are on several hosts without
-            MASTER_ADDR.
+        ConfigError: a variable is not a number, or Open MPI reports processes on several hosts and
+            MASTER_ADDR is not set.
     """
     env = os.environ if environment is None else environment
     for launcher in _LAUNCHERS:

@@ -65,8 +65,8 @@ class Build:
     static_shared_bytes: int = 0
     """The size of the kernel's own `__shared__` variables."""
     shared: Sequence[tuple[int, int]] = ()
-    """The library's variables in static shared memory: first byte and size, in order. Gaps between
-    them detect overruns."""
+    """Offset and size in bytes of each `__shared__` variable of the library, in order of offset.
+    Gaps between the variables detect overruns."""
     uninitialised: Sequence[str] = ()
     """Reports of variables that are used before they have a value, from the compiler's warnings."""
     together: bool = False
@@ -120,8 +120,8 @@ def _build(library: Path, recipe: Recipe, flags: tuple[str, ...]) -> tuple[Recor
 
 
 def named_library(library: Path) -> Path:
-    """The same library with the names and types of variables in its debug information. Other
-    projects' kernels are compiled with them at once, since faults in them are more likely."""
+    """The same library with the names and types of variables in its debug information. Checked
+    kernels of other projects are compiled this way from the start, since they fault more often."""
     recipe, flags = _recipes[library]
     if set(NAMES) <= set(flags):
         return library
@@ -167,7 +167,7 @@ def _compile_runtime(flags: tuple[str, ...]) -> tuple[bytes, Record]:
 
 def runtime_units(count: int) -> list[list[Path]]:
     """The runtime's sources in `count` groups of about equal size. Each group is compiled as one
-    file, since parsing the headers takes longer than most of the sources."""
+    file, since parsing the headers takes longer than compiling most of the sources."""
     units: list[list[Path]] = [[] for _ in range(count)]
     sizes = [0] * count
     sources = sorted(RUNTIME_SOURCES.glob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
@@ -207,7 +207,7 @@ def build_foreign(
 def _compile_foreign(
     name: str, files: Mapping[str, str], flags: tuple[str, ...], link: tuple[str, ...]
 ) -> tuple[bytes, Record]:
-    # Unreferenced code is dropped, so that the libraries which host code needs are not required.
+    # Unreferenced code is dropped, so that libraries that only host code uses are not required.
     own = ("-fvisibility=hidden", "-ffunction-sections", "-fdata-sections")
     headers = {name for text in files.values() for name in _HOST_HEADER.findall(text)}
     prelude = _HOST_LIBRARY * bool(headers - _INCLUDED_HEADERS) + _FOREIGN_PRELUDE
@@ -271,7 +271,8 @@ def _uninitialised(messages: str) -> list[tuple[str, str, str]]:
 def uninitialised_in(
     found: Iterable[tuple[str, str, str]], entry: str, kernels: Iterable[str]
 ) -> list[str]:
-    """The uninitialised variables in a library's record, without those of other kernels."""
+    """Reports of the uninitialised variables in a library's record, except those in kernels other
+    than `entry`."""
     others = set(kernels) - {entry.partition("<")[0].rpartition("::")[2]}
     return [
         f"uninitialised variable: `{name}` is used before it has a value\n"
@@ -300,9 +301,10 @@ def _with_gaps(assembly: str) -> str:
 
 
 def _translation_unit(spec: KernelSpec) -> str:
-    """The kernel's file, unchanged, and its entry.
+    """The macros, the kernel's file (unchanged) and its entry.
 
-    The macros are defined after the headers of CUDA and of the host, which they must not affect.
+    The prelude includes the headers of CUDA and of the host first, so that the macros do not affect
+    them.
     """
     macros = "".join(f"#define {name} {macro_value(value)}\n" for name, value in spec.defines)
     layouts = layout_assertions(spec.source)
@@ -353,7 +355,8 @@ def arch_number(arch: str) -> int:
 
 @functools.cache
 def _sources_hash() -> str:
-    """A hash of all compiled sources of the emulator, and of CUDA's headers by folder and size."""
+    """A hash of the emulator's compiled sources, and of CUDA's include folder and the size of its
+    cuda_fp16.h, which stand for CUDA's headers."""
     emulator = kernels_root() / "common" / "emulator"
     files = sorted(
         path

@@ -1,4 +1,4 @@
-"""Runs any CUDA kernel once, on NumPy arrays, with every check."""
+"""Runs any CUDA kernel once, on NumPy arrays, with the emulator's checks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def check_kernel(
     defines: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> None:
-    """Compiles a CUDA program for the CPU and launches one of its kernels with every check.
+    """Compiles a CUDA program for the CPU and launches one of its kernels, checking every access.
+
+    Races in global memory are detected only with `global_races=True`.
 
     Args:
         source: path of a `.cu` file, or the source itself. Its host functions are ignored.

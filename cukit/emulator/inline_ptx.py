@@ -1,8 +1,8 @@
 """Translates inline PTX to C++, one `asm` statement at a time, for the most common instructions.
 
 The statement's operands and the registers that it declares become local variables, its labels local
-labels; each instruction becomes a call to kernels_cu/common/emulator/inline_ptx.h. An instruction
-without a translation ends the launch that reaches it, with a message that names it.
+labels; each instruction becomes C++, mostly calls to kernels_cu/common/emulator/inline_ptx.h. A
+launch that reaches an instruction without a translation ends with a message that names it.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _operands(parts: Sequence[Sequence[Token]], index: int) -> list[tuple[str, s
 
 
 def _instructions(template: str, statement: Statement) -> list[str]:
-    """The instructions, without declarations, which are added to the statement."""
+    """The instructions and labels. Declarations are not returned but added to `statement`."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", " ", template, flags=re.DOTALL).replace("%%", "\0")
     found = []
     for piece in text.split(";"):

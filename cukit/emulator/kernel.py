@@ -105,7 +105,7 @@ class EmulatedKernel(Kernel):
         reachable: Sequence[Argument] = (),
         settings: Settings | None = None,
     ) -> None:
-        if settings is None:  # the active backend's seed and late
+        if settings is None:  # run-time options: seed, late, threads, patience, ...
             settings = getattr(backend.active, "settings", self._settings)
         cluster = self._build.cluster
         extents = (*grid, 1, 1)[:3]

@@ -137,7 +137,7 @@ class Names:
 
     def _extents(self, entry: _Entry) -> list[int]:
         ranges = [child for child in entry.children if child.tag == "DW_TAG_subrange_type"]
-        counts = [child.number("DW_AT_count") for child in ranges]  # of clang; GCC has upper bounds
+        counts = [child.number("DW_AT_count") for child in ranges]  # Clang's; GCC has upper bounds
         return [
             (child.number("DW_AT_upper_bound") or 0) + 1 if count is None else count
             for child, count in zip(ranges, counts, strict=True)

@@ -40,7 +40,7 @@ _STAND_IN_FOLDER = Path("common") / "emulator" / "cuda"
 
 MAX_BLOCKS_AT_ONCE = 255
 MAX_THREADS_AT_ONCE = 32768
-"""Limits for grids whose blocks wait for each other (`grid.sync()`)."""
+"""Limits up to which all blocks of a cooperative grid (`grid.sync()`) run as one cluster."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Spec(KernelSpec):
 
 
 class Program:
-    """A compiled program with its own device variables. Raises CompileError with a log."""
+    """A compiled program with its own device variables. Raises CompileError with the log."""
 
     def __init__(self, source: Source, settings: Settings, expressions: Sequence[str] = ()) -> None:
         """expressions: instances of kernel templates, such as `"scale<float, 4>"`."""
@@ -382,9 +382,9 @@ def _is_of(symbol: str, name: str) -> bool:
 
 
 def as_argument(value: Any, size: int) -> Any:
-    """A scalar in the form that a launch takes; integers may have any width that fits.
+    """Converts a scalar for a parameter of `size` bytes; returns arrays and NULL unchanged.
 
-    CUDA reads as many bytes as the parameter has, so `n` may be a Python int.
+    Integers, also Python ints, take the width of the parameter; LaunchError if one does not fit.
     """
     if value is NULL or isinstance(value, np.ndarray):
         return value

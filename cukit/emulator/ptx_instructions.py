@@ -1,4 +1,4 @@
-"""Translates PTX instructions to C++: calls to kernels_cu/common/emulator/inline_ptx.h."""
+"""Translates PTX instructions to C++, mostly calls to kernels_cu/common/emulator/inline_ptx.h."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FLOATS = ("float", "double")
 _HALVES = ("__half", "__half2", "__nv_bfloat16", "__nv_bfloat162")
 
 _APPROXIMATE = "approx full ftz"
-"""No effect: the emulator computes exactly and flushes all subnormal floats (docs/emulator.md)."""
+"""No effect: the emulator does not approximate, and flushes all subnormals (docs/emulator.md)."""
 _CONVERSIONS = "rn rni rzi rmi rpi sat relu ftz"
 _SPACES = "global shared shared::cta shared::cluster"
 _SCOPES = "cta cluster gpu sys"

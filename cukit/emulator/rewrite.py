@@ -2,8 +2,8 @@
 
 Most of CUDA's language is emulated by macros and headers (kernels_cu/common/emulator). The rest is
 rewritten here, with line numbers preserved: `extern __shared__` arrays, inline PTX, launches, and
-host functions, which are removed. Every kernel and device variable is registered after its
-definition.
+host functions, which are removed. Device variables, and kernels that are not templates, are
+registered after their definitions.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Rewritten:
 
 def device_macros(texts: Iterable[str]) -> set[str]:
     """Macros that expand to `__device__`, `__global__` and the like, in any of the sources."""
-    bodies: dict[str, set[str]] = {}  # of all definitions, whichever is active
+    bodies: dict[str, set[str]] = {}  # of all definitions, active or not
     for text in texts:
         for token in tokenize(text):
             if token.kind == "directive" and (match := _DEFINE.match(token.text)):
@@ -98,7 +98,7 @@ def rewrite(text: str, marks: set[str], keep_host: bool = False) -> Rewritten:
 
 
 class _Declarations:
-    """Walks the namespaces; registers kernels and variables, and removes host functions."""
+    """Traverses namespaces; registers kernels and variables, and removes host functions."""
 
     def __init__(
         self, tokens: list[Token], marks: set[str], keep_host: bool, result: Rewritten
@@ -183,7 +183,7 @@ class _Declarations:
                     return None
                 if text == "(" and last not in _NO_LIST and not assigned and listed is None:
                     listed = i
-                    is_class = False  # `struct Point make(...)`: a function that returns one
+                    is_class = False  # `struct Point make(...)` is a function
                 words += [each.text for each in tokens[i:end] if each.text in self.marks]
                 i, last = end + 1, ")"
                 continue
@@ -233,7 +233,7 @@ class _Declarations:
             tokens[end].text += f" CUKIT_EMULATOR_KERNEL({name}, {kernel.name})"
 
     def _statement(self, start: int, end: int, listed: int | None) -> None:
-        """A declaration that ends with a semicolon: perhaps of device variables."""
+        """Registers the device variables of a declaration that ends with a semicolon."""
         tokens = self.tokens[start:end]
         words = {token.text for token in tokens if token.kind == "word"}
         if listed is not None or not words & (self.marks - {"constexpr", "consteval"}):
@@ -241,7 +241,7 @@ class _Declarations:
         if words & {"extern", "__shared__", "template", "using", "typedef", "friend", *_CLASS}:
             return
         if "__constant__" in words:
-            for token in tokens:  # the macro adds `static` itself
+            for token in tokens:  # the macro __constant__ adds `static`
                 token.text = "" if token.text == "static" else token.text
         added = ""
         for part in split(tokens, ","):
@@ -312,7 +312,7 @@ def _rewrite_macro(directive: Token) -> None:
 
 
 def _dynamic_shared(tokens: list[Token], start: int, in_function: bool) -> None:
-    """Makes `extern __shared__ float tile[][32];` a pointer to the block's dynamic memory."""
+    """Makes `extern __shared__ float tile[][32];` a pointer to dynamic shared memory."""
     end = start
     while end < len(tokens) and tokens[end].text not in (";", "{", "("):
         end += 1
@@ -359,7 +359,7 @@ def _dynamic_shared(tokens: list[Token], start: int, in_function: bool) -> None:
 
 
 def _aligned_shared(tokens: list[Token], index: int) -> None:
-    """Replaces `alignas`: g++ accepts an attribute at any place among the specifiers."""
+    """Replaces `alignas` with an attribute, which g++ accepts anywhere among the specifiers."""
     after = following(tokens, index + 1)
     if after < len(tokens) and tokens[after].text == "alignas":
         close = closing(tokens, following(tokens, after + 1))
@@ -369,7 +369,7 @@ def _aligned_shared(tokens: list[Token], index: int) -> None:
 
 
 def _plain_shared(tokens: list[Token], index: int) -> None:
-    """Removes `static` next to `__shared__`: the macro adds it itself."""
+    """Removes `static` next to `__shared__`, because the macro __shared__ adds it."""
     for i in range(max(0, index - 4), min(index + 5, len(tokens))):
         between = tokens[min(i, index) + 1 : max(i, index)]
         if tokens[i].text == "static" and all(token.kind != "punctuation" for token in between):

@@ -25,7 +25,7 @@ class Settings:
     patience: seconds without progress, in which all threads only poll or compute, before the
         launch is ended as stuck.
     global_races: look for races in global memory too, between blocks as well as within them.
-    same_value_writes: allow several threads to write the same value to one address unordered.
+    same_value_writes: allow unordered writes of the same value to one address by several threads.
     cas_guesses: also report plain reads that race with atomics but only provide the first guess of
         a loop around atomicCAS.
     all_checks: compile cukit's own kernels, too, with every check that the compiler offers, which

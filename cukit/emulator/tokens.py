@@ -120,7 +120,7 @@ def blank_out(tokens: Iterable[Token]) -> None:
 
 
 def split(tokens: Sequence[Token], separator: str) -> list[list[Token]]:
-    """Splits at `separator` outside of all brackets."""
+    """Splits at each `separator` that is not inside (), [] or {}."""
     parts: list[list[Token]] = [[]]
     depth = 0
     for token in tokens:

@@ -22,8 +22,8 @@ NAMES = ("-g2", "-fno-var-tracking")
 """Adds the names of parameters and of variables at fixed addresses to the debug information."""
 
 LIBRARIES = ("-nodefaultlibs", "-lm", "-lgcc", "-lc")
-"""Libraries of a kernel. The C++ library comes with the runtime, which is loaded first: reading its
-symbols takes a third of the link time."""
+"""Libraries that a kernel links. The C++ library is not among them, because reading its symbols
+takes a third of the link time; the runtime, which is loaded first, provides it."""
 
 RUNTIME_SOURCES = Path(__file__).resolve().parent / "runtime"
 
@@ -112,12 +112,12 @@ _QUICK = (
     *("-fno-tree-loop-optimize", "-fno-ivopts", "-fno-tree-loop-im", "-fno-move-loop-invariants"),
 )
 """Checked code mostly calls the runtime. Better register allocation and loop optimisation do not
-make kernels faster, and take a fifth of the compile time."""
+make checked kernels faster, and take a fifth of the compile time."""
 
 _SANITIZERS = ("thread", "bounds", "alignment")
 """The runtime itself finds null pointers, divisions by zero and misaligned plain accesses.
-`alignment`: without it GCC lets a call write a returned structure directly to its destination, a
-store that it does not instrument."""
+`alignment`: without this option, a call writes a returned structure directly to its destination, a
+store that GCC does not instrument."""
 
 _MORE_SANITIZERS = (
     "null",
@@ -132,7 +132,7 @@ leave their variable. Compilation takes 50% longer with them."""
 
 def runtime_flags() -> tuple[str, ...]:
     """Flags for the emulator's own sources."""
-    inner = ("-fno-semantic-interposition",)  # its functions call each other directly
+    inner = ("-fno-semantic-interposition",)  # direct calls within the runtime
     return (*_LANGUAGE, *_machine_flags(), *inner, "-w", "-O2", "-g1")
 
 
@@ -152,7 +152,8 @@ def kernel_flags(
     flags.append("-fno-plt")
     flags.append("-fno-optimize-sibling-calls")  # a return address identifies the line
     if gcc:
-        # Constants of templates must stay local: two kernels may use the same names.
+        # Static data of templates must stay local: the libraries of two kernels may use the same
+        # names.
         flags.append("-fno-gnu-unique")
     if checked:
         if not gcc or compiler.major >= 12:

@@ -143,8 +143,8 @@ def _attention(
     q: Any, k: Any, v: Any, *, scale: float = 1.0, mask: Any = None, added: Any = None,
     causal: bool = False,
 ) -> Any:  # fmt: skip
-    """flash_attention for [positions, head_dim], with axes of heads, or of batch and heads, before
-    these: the layout of array code with matmul."""
+    """flash_attention on [..., positions, head_dim], the layout of array code with matmul; at most
+    two leading axes, such as batch and heads."""
     axes = _NEW_AXES[q.ndim]
     heads = [a[axes].swapaxes(1, 2) for a in (q, k, v)]
     out: Any = flash_attention(*heads, scale=scale, causal=causal, mask=mask, bias=added)
@@ -152,7 +152,7 @@ def _attention(
 
 
 _NEW_AXES = {2: (None, None), 3: (slice(None), None), 4: (slice(None), slice(None))}
-"""The index that adds axes to arrays of fewer than four axes."""
+"""By number of axes, the index that adds leading axes up to four."""
 
 
 def _row_arguments(inputs: dict[str, Any], constants: dict[str, Any]) -> dict[str, Any] | None:

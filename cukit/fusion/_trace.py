@@ -137,7 +137,7 @@ def trace(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     """The graph of `function(*args, **kwargs)`; arrays may be in lists, tuples and dictionaries.
 
     Raises CannotTraceError if the function reads values on the host, assigns to elements, modifies
-    an array in place, writes to `out=` or calls a method of an array that is not recorded.
+    an array in place, writes to `out=` or calls an array method that is not recorded.
     """
     inputs: list[Node] = []
 

@@ -59,7 +59,8 @@ class Optimized:
         function: the original.
         report: one FusionReport per candidate.
         error: difference of the function's outputs, as in FusionReport.
-        before_us, after_us: median times of the whole function, None without a GPU.
+        before_us, after_us: median times of the whole function, None if not measured: without a
+            GPU, and `after_us` in a dry run.
         note: what was not done, and why; "" if everything was.
     """
 
@@ -126,7 +127,7 @@ def optimize(
     The function runs a few times on `sample`, and its operations are recorded. Subgraphs equivalent
     to one of cukit's ops are candidates. Each op runs on the inputs of its subgraph; it is kept if
     the results agree and, on a GPU, if it is faster. This also compiles the kernels. On a GPU the
-    function is then captured in a CUDA graph, which calls with the sample's shapes replay. CuPy
+    function is then captured in a CUDA graph; calls with the sample's shapes replay the graph. CuPy
     cannot capture cuBLAS, so slower products of cukit replace it if the graph as a whole is faster.
 
     ===============  ============================================================================
@@ -149,14 +150,14 @@ def optimize(
         sample: the input: an array, a tuple of arguments or a dict of keyword arguments.
         use_cuda_kernels: False: replace nothing.
         tolerance: largest accepted error of an op; None: by dtype, see TOLERANCES. Nothing is
-            replaced if the error of the whole function exceeds four times that.
+            replaced if the error of the whole function exceeds four times the tolerance.
         only_faster: keep the original if the op is not faster.
         dry_run: only verify and report. None: True for NumPy arrays, where the ops would run
             NumPy references.
         cuda_graph: whether to capture a CUDA graph. None: on a GPU, if the function can be
             captured, writes to no array in place, computes the same in every call, and the graph is
-            faster. The graph reads the arrays of the sample in place; an argument that a later call
-            replaces by another array is copied from then on. Calls return copies of the graph's
+            faster. The graph reads the arrays of the sample in place; once a call passes another
+            array for an argument, calls copy that argument. Calls return copies of the graph's
             outputs; arrays that the function closes over must not be reallocated.
         repeats: calls per timing, which is their median.
 
@@ -283,8 +284,8 @@ def _capture(
     required: bool,
     repeats: int,
 ) -> str:
-    """Captures a CUDA graph, used if it is faster than calls without it, or required. Returns the
-    reason if there is none, else "".
+    """Captures a CUDA graph, which is used if it is faster than calls without it, or if `required`.
+    Returns the reason if no graph is used, else "".
 
     for_graph: the program in which slower products of cukit replace those of cuBLAS, which CuPy
         cannot capture, and its error. It is used with the graph only.

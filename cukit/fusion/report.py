@@ -19,9 +19,10 @@ class FusionReport:
     """The result of one candidate replacement.
 
     op: cukit's op. operations: number of operations it replaces. shape: shape of the op's result.
-    error: largest difference of the results, divided by the largest result; NaN if the op rejected
-    its inputs. before_us, after_us: median times, None without a GPU. outcome: "fused", "fused for
-    the CUDA graph" (not faster by itself), "would fuse", or why the original is kept.
+    error: largest difference of the results, divided by the largest result. tolerance: largest
+    accepted error. Both are NaN if the op rejected its inputs. before_us, after_us: median times,
+    None if not measured. outcome: "fused", "fused for the CUDA graph" (not faster by itself),
+    "would fuse", or why the original is kept.
     """
 
     op: str

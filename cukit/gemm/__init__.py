@@ -1,8 +1,9 @@
 """Matrix products.
 
-An op is read in three steps: its module checks the arguments, `_*_plan` chooses tiles (pure,
-printable, no GPU needed), and `_*_launch` prepares the kernel's arguments. Small ops do all three
-in one module. `matmul_fp8` and `matmul_int8` share `_matmul_8bit_plan` and `_matmul_8bit_launch`.
+A large op has three modules: the one with its name checks the arguments, `_*_plan` chooses tiles
+(pure functions, which need no GPU), and `_*_launch` prepares the kernel's arguments. Small ops do
+all three in one module. `matmul_fp8` and `matmul_int8` share `_matmul_8bit_plan` and
+`_matmul_8bit_launch`.
 Modules that begin with an underscore are helpers of this package.
 """
 

@@ -40,7 +40,7 @@ class Pointer:
         return self
 
     def copy_from_host(self, source: Any, size: int | None = None) -> None:
-        """Copies the bytes of an array."""
+        """Copies the first `size` bytes of an array, or all of them, to this address."""
         values = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
         count = values.size if size is None else size
         self.bytes()[:count] = values[:count]
@@ -63,7 +63,7 @@ def addressed() -> list[np.ndarray[Any, Any]]:
 class ndarray(np.ndarray[Any, Any]):  # noqa: N801 - CuPy's name
     """A NumPy array with CuPy's methods; NumPy functions return this class, too.
 
-    As in CuPy, results of reductions and single elements are arrays of no dimensions.
+    As in CuPy, results of reductions and single elements are zero-dimensional arrays.
     """
 
     def __new__(

@@ -30,7 +30,8 @@ def emulate_cupy(**settings: Any) -> Iterator[types.ModuleType]:
     """Runs CuPy's kernels in the emulator within the `with` block, on NumPy-backed arrays.
 
     A program's `RawKernel`, `RawModule`, `ElementwiseKernel` and `ReductionKernel` are compiled for
-    the CPU and launched with every access checked: bounds, initialisation, races, barriers.
+    the CPU and launched with every access checked: bounds, initialisation, barriers, and races in
+    shared memory (in global memory with `global_races=True`).
     `cupy.ndarray` is a NumPy array with CuPy's methods; functions that NumPy also has (`zeros`,
     `asarray`, `sum`, `linalg`, `fft`, `random`, ...) are NumPy's. Every other function of the
     namespace raises NotImplementedError with its name; `cupyx` is not changed.
@@ -90,7 +91,7 @@ class _Function:
     """A NumPy function that takes and returns `cupy.ndarray`."""
 
     def __init__(self, name: str, function: Any, casts: bool = False) -> None:
-        """casts: whether it takes a `dtype` in CuPy, but not in NumPy."""
+        """casts: whether CuPy's function takes a `dtype` and NumPy's does not."""
         self.__name__ = name
         self.__doc__ = getattr(function, "__doc__", None)
         self._function = function
@@ -129,12 +130,16 @@ class _Absent:
 def _absent(name: str) -> str:
     return (
         f"{name} is not emulated: cukit.emulate_cupy runs RawKernel, RawModule, ElementwiseKernel "
-        "and ReductionKernel, and provides the functions that NumPy has, too"
+        "and ReductionKernel, and provides the functions that NumPy also has"
     )
 
 
 class _Module(types.ModuleType):
-    """A submodule of the stand-in. Other names are not emulated; other modules are CuPy's."""
+    """A submodule of the stand-in.
+
+    names: what is emulated. real: CuPy's submodule, which provides modules that are not in `names`.
+    Any other name raises NotImplementedError when called.
+    """
 
     def __init__(self, name: str, names: dict[str, Any], real: Any = None) -> None:
         super().__init__(name)

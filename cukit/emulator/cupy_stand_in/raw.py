@@ -138,7 +138,7 @@ class RawKernel:
     def __call__(
         self, grid: Any, block: Any, args: Sequence[Any], *, shared_mem: int = 0, stream: Any = None
     ) -> None:
-        """Runs the kernel to completion. Raises EmulatorError if it has an error."""
+        """Runs the kernel to completion. Raises EmulatorError if a check fails."""
         program = self._module.program(self.name)
         blocks, threads = _extents("grid", grid), _extents("block", block)
         limit = min(self.max_dynamic_shared_size_bytes, MAX_DYNAMIC_SHARED_BYTES)

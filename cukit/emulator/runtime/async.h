@@ -27,7 +27,7 @@ struct Landing {
   Actor actor;
 };
 
-// A thread's cp.async copies, by group.
+// One cp.async copy of a thread.
 struct Copy {
   std::uint64_t group;
   unsigned char* to;
@@ -35,6 +35,7 @@ struct Copy {
   Work work;  // empty once done
 };
 
+// A thread's cp.async copies, by group.
 struct CopyGroups {
   std::uint64_t open = 0;  // number of the group that new copies join
   std::vector<Copy> copies;
@@ -66,7 +67,7 @@ struct Mbarrier {
   std::uint32_t initialised = 0;  // the initialiser's epoch
   const void* initialised_call = nullptr;
   Clock* joined = nullptr;        // clocks of this phase's arrivals
-  Clock* completed = nullptr;     // those of the last completed phase
+  Clock* completed = nullptr;     // clocks of the arrivals in the last completed phase
 };
 
 // A warpgroup's wgmmas, by group.

@@ -217,7 +217,8 @@ struct Cluster {
   unsigned live = 0;
   Block* resident = nullptr;
   std::uint64_t random = 0;
-  // Progress over all launches: counts memory writes, ends of waits and exits, but no polls.
+  // Progress, not reset between launches: counts memory writes, ends of waits, exits and finished
+  // clusters, but no polls.
   std::uint64_t steps = 0;
   Watch watch;
 
@@ -278,8 +279,8 @@ inline void meet_warp(unsigned kind, const char* name,
                       void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes)) {
   meet(kind, ~0u, name, complete, true);
 }
-// The same for a warpgroup-wide instruction: the 128 threads of four consecutive warps, the first
-// of which is a multiple of four. Ends the launch if some of them reach another such instruction.
+// The same for a warpgroup-wide instruction of 128 threads: four consecutive warps, starting at a
+// multiple of four. Ends the launch if some of them reach another warpgroup-wide instruction.
 void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group));
 
 // Called when a thread has exited: opens the block-wide barriers that waited only for that thread.

@@ -17,8 +17,8 @@ struct Clock {
   unsigned references;
   std::uint32_t* seen;
   ForeignEpochs foreign;  // of other clusters
-  // What the last fences have made visible to threads that read a later atomic write: to any thread,
-  // and, including fences of block scope, to threads of the same block.
+  // Accesses that the last fences make visible to threads that read a later atomic write: fences of
+  // device scope to any thread, all fences to threads of the same block or cluster.
   ForeignEpochs published;
   ForeignEpochs published_in_block;
 };

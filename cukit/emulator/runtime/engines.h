@@ -19,8 +19,8 @@ inline std::string name_of_engine(unsigned number) {
                                                      : "wgmma, which runs asynchronously,";
 }
 
-// Starts a copy of `bytes` to `to`, in the shared memory of `target`, that completes on that
-// block's mbarrier.
+// Starts a copy of `bytes` bytes to `to`, in the shared memory of the block `target`; the copy
+// completes on an mbarrier of the same block.
 void start_inbound_copy(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
                 unsigned bytes, unsigned swizzle, Work work);
 // Starts a copy out of shared memory, in the thread's open bulk group.

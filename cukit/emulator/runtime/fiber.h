@@ -16,10 +16,10 @@ class Stack {
   static constexpr std::size_t kGuardBytes = 64 * 1024;  // a multiple of every page size
   static constexpr std::size_t kSpreadBytes = 16 * 1024;
 
-  // `number` varies where the stack starts in its mapping: otherwise the lines that every fiber
-  // touches at a switch would compete for a few sets of the CPU's caches. A variable has the same
-  // distance from low() in all threads that call the same functions, by which wgmma's registers are
-  // identified.
+  // `number` varies where the stack starts in its mapping: otherwise the cache lines that every
+  // fiber touches at a switch would compete for a few sets of the CPU's caches. In all threads that
+  // call the same functions, a variable has the same distance from low(), which identifies wgmma's
+  // registers.
   explicit Stack(std::size_t number);
   ~Stack();
   Stack(const Stack&) = delete;

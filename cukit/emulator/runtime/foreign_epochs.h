@@ -8,7 +8,7 @@
 
 namespace cukit::emulator {
 
-// For each agent of a cluster, the epoch up to which its accesses have happened.
+// For each agent of a cluster, the last epoch whose accesses are known to have happened.
 struct ClusterEpochs {
   std::uint32_t cluster;
   std::shared_ptr<const std::vector<std::uint32_t>> seen;
@@ -17,8 +17,8 @@ struct ClusterEpochs {
 // The epochs of several clusters, in order of their numbers; null if there are none.
 using ForeignEpochs = std::shared_ptr<const std::vector<ClusterEpochs>>;
 
-// What was published at one address: to all threads, and to threads of the publisher's block or
-// cluster.
+// Accesses published at one address: to all threads, and to threads of the block or cluster of the
+// publishing thread.
 struct Published {
   ForeignEpochs everywhere;
   ForeignEpochs in_block;

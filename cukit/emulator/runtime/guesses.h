@@ -4,8 +4,8 @@
 //   do { assumed = old; old = atomicCAS(address, assumed, ...); } while (assumed != old);
 //
 // Formally the read is a race with the other threads' atomics, but the atomicCAS detects a wrong
-// guess. So a race of a plain read with an atomic is reported only when the launch ends, unless a
-// thread that executed the read went on with an atomicCAS to the same address before its next
+// guess. A race of a plain read with an atomic is therefore reported only when the launch ends, and
+// not at all if a thread, after the read, executed an atomicCAS on the same address before its next
 // barrier or fence.
 #pragma once
 
@@ -43,7 +43,7 @@ class Guesses {
 // Whether a race between an access and an earlier one, recorded with this mark, may be due to a
 // guess.
 bool may_guess(const Actor& actor, std::size_t bytes, Access access, Mark earlier);
-// Notes a load of the thread, executed or about to be, whose value may be a guess.
+// Notes a load of the thread, already or soon executed, that may read a guess.
 void note_guess(const void* pointer, std::uint32_t call);
 
 }  // namespace cukit::emulator

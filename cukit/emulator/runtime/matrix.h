@@ -19,7 +19,7 @@ struct Operands {
 };
 
 // Unpacks the four (or fewer) registers of operand A that a lane holds: register r has elements of
-// row lane / 4 + 8 (r % 2), from (lane % 4 + 4 (r / 2)) * per_register on.
+// row lane / 4 + 8 (r % 2), starting at column (lane % 4 + 4 (r / 2)) * per_register.
 inline void unpack_a(Operands& operands, unsigned lane, const unsigned* registers, Number type,
                      unsigned k) {
   const unsigned per_register = 4 / bytes_of(type);

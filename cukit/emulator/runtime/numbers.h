@@ -70,7 +70,7 @@ inline unsigned bytes_of(Number type) {
 
 inline bool is_integer(Number type) { return type == Number::S8 || type == Number::U8; }
 
-// Element `i` of a row of elements. Eight-bit integers are exact as floats, and so are their products.
+// Element `i` of a row of elements. Eight-bit integers and their products are exact as floats.
 inline float element(const unsigned char* row, unsigned i, Number type) {
   switch (type) {
     case Number::F16: {

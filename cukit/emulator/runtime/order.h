@@ -1,9 +1,9 @@
 // The order that atomics, volatile accesses and fences establish between threads.
 //
-// An atomic write, or a volatile write after a fence, publishes at its address what the thread's
-// last fence has made visible. After a barrier, such writes of the other threads of the block
-// publish it too. A thread that reads the address by an atomic or a volatile load is ordered after
-// what is published there; the reader needs no fence.
+// An atomic write, or a volatile write after a fence, publishes at its address the accesses that
+// the thread's last fence has made visible. After a barrier, atomic and volatile writes of the
+// other threads of the block publish these accesses too. A thread that reads the address by an
+// atomic or a volatile load is ordered after the published accesses, without a fence of its own.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The fast path of plain loads and stores: a few comparisons prove most accesses correct. All others,
-// including every error, go to check() (shadow.cpp), which repeats the checks in full.
+// The fast path of plain loads and stores: a few comparisons prove most accesses correct. All other
+// accesses, including every error, go to check() (shadow.cpp), which repeats the checks in full.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 // The last use of each of a thread's registers, by wgmma or by ordinary code.
 //
 // Registers are local variables. wgmma takes the addresses of its accumulators and of operand a, so
-// that these are on the thread's stack, and the checked mode sees every access to them.
+// that these are on the thread's stack, where the checked mode records every access.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace cukit::emulator {
 //   the number of the last wgmma fence before an ordinary access, or
 //   kProduct + 2 * the number of the last wgmma that uses the register, + 1 for an accumulator.
 // Fences and wgmmas are numbered across launches (Cluster::register_events), so that words left by
-// earlier threads on the same stack are older than any fence of this one.
+// earlier threads on the same stack are older than any fence of the current thread.
 class Registers {
  public:
   static constexpr std::uint32_t kProduct = 1u << 31;
@@ -55,9 +55,9 @@ class Registers {
     return true;
   }
 
-  // Records that a wgmma uses `count` registers from `offset` on. Returns the index of the first
-  // one that it must not use (accessed by ordinary code since the last fence, or in flight in the
-  // other role), or `count`.
+  // Records that a wgmma uses `count` registers, starting at `offset`. Returns the index of the
+  // first register that the wgmma must not use (accessed by ordinary code since the last fence, or
+  // in flight in the other role), or `count`.
   std::size_t take(std::size_t offset, std::size_t count, std::uint32_t product, bool accumulator);
 
   bool in_flight(std::size_t offset) const { return words_[offset / 4] > landed_; }

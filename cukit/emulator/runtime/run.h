@@ -36,9 +36,9 @@ struct Run {
   std::uint64_t clusters_along[3];
   std::atomic<std::uint64_t> next{0};
   std::atomic<bool> faulty{false};
-  std::vector<Worker> workers;          // as many as may ever run
+  std::vector<Worker> workers;          // one for each worker that may run
   std::atomic<std::size_t> started{0};  // number of workers started
-  std::vector<std::thread> threads;     // the workers', except the first one's
+  std::vector<std::thread> threads;     // of the workers other than the first
   std::atomic<bool> any_published{false};
   PublishedStripe published[kPublishedStripes];
   GlobalShadow global;

@@ -39,8 +39,9 @@ inline bool conflict(Access access, Mark earlier) {
          (is_atomic(access) && earlier == Mark::Plain);
 }
 
-// Which of a cell's two recorded reads a new read replaces. The choice ensures that a later writer that
-// is not ordered after all readers finds at least one read by another thread, of each kind if possible.
+// Which of a cell's two recorded reads a new read replaces. The choice ensures that a later write
+// that is not ordered after all reads is compared with at least one read by another thread, of each
+// kind if possible.
 template <typename MarkOf, typename IsMine, typename IsOrdered>
 int slot_for(Mark mark, const MarkOf& mark_of_slot, const IsMine& mine, const IsOrdered& ordered) {
   for (int slot = 0; slot < 2; ++slot) {
@@ -176,8 +177,8 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
 // unknown.
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
                   Access access, unsigned swizzle = 0);
-// set_pending marks bytes that an asynchronous copy will write; set_landed, called once a thread has
-// waited for the copy, marks them as written.
+// set_pending marks bytes that an asynchronous copy will write; set_landed, called once a thread
+// has waited for the copy, marks them as written.
 void set_pending(Block& block, const void* pointer, std::size_t bytes);
 void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by);
 
@@ -194,8 +195,8 @@ constexpr const char* kBlockRemedy =
 constexpr const char* kClusterRemedy = "put a cluster barrier between the two";
 constexpr const char* kGridRemedy =
     "order the blocks by __threadfence() and an atomic, or launch a second kernel";
-// If the access is a store of up to 16 bytes, defers the report until after the store, and drops it if
-// the store has not changed the value. False for other accesses.
+// If the access is a store of up to 16 bytes, defers the report until after the store, and drops
+// the report if the store has not changed the value. False for other accesses.
 bool defer_judgement(const Actor& actor, const void* pointer, std::size_t bytes, Access access,
              const std::string& report);
 // Whether the bytes are in one allocation made by malloc or new in kernels.

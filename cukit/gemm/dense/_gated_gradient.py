@@ -22,8 +22,8 @@ from cukit.gemm.dense._linear_plan import (
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["GemmParameters"]
 TILING = Tiling(128, 128)
-_STAGES = 5  # as many as fit into shared memory beside the preactivation of a tile
-_ALTERNATING = True  # the consumers compute alternate tiles; False: halves of every tile
+_STAGES = 5  # the most that fit into shared memory beside a tile's preactivation
+_ALTERNATING = True  # consumer warpgroups compute alternate tiles; False: halves of each tile
 _MIN_ROUNDS = 2
 
 

@@ -32,7 +32,7 @@ from cukit.gemm.dense._linear_plan import (
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")
 _SWIZZLE_ROWS = 8  # the period of the 128-byte swizzle
 _MIN_BOX_ROWS = 32
-STORE_EXTENT = 64  # rows that a warpgroup stores at a time; also the elements of 128 bytes
+STORE_EXTENT = 64  # rows that a warpgroup stores at a time; also the elements in 128 bytes
 
 
 def prepare_linear(product: Product, *arrays: Array | None) -> LinearSm90 | LinearSm80:
@@ -176,7 +176,7 @@ def box_rows(tile: int, extent: int) -> int:
 @launch_plan
 def _operand(dtype: str, k: int, major: str, extent: int, tile: int) -> TensorMapCache:
     """Tensor maps of contiguous operands, shared by all products with an operand of this
-    description: those of a weight do not depend on the number of tokens."""
+    description. The maps of a weight do not depend on the number of tokens."""
     if major == "K":
         return maps(k, (tile, TILE_K))
     return maps(extent, (TILE_K, ROW_BYTES // ITEM_BYTES))
@@ -200,7 +200,7 @@ def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> An
 
 
 def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:
-    """Every tiling that a plan may choose, and each option with some of the tilings."""
+    """Every tiling for more than 512 tokens, some for fewer, and each option with some tilings."""
     activations = GATED_ACTIVATIONS if gated else tuple(ACTIVATIONS)
     products = [
         Product(4096, 4096, 4096, dtype, activation=activation, gated=gated, keeps=keeps)

@@ -33,8 +33,8 @@ _SHARED_PER_BLOCK = 227 * KIB
 _SHARED_PER_SM = 228 * KIB
 _SMS = 132
 _SMS_OF_CLUSTERS = {1: 132, 2: 132, 3: 117}
-"""SMs of an H200 that clusters of this many blocks can occupy (cuOccupancyMaxActiveClusters);
-larger clusters: 120."""
+"""By blocks per cluster, the SMs of an H200 that the clusters can occupy
+(cuOccupancyMaxActiveClusters); larger clusters: 120."""
 
 
 @dataclass(frozen=True)
@@ -379,8 +379,8 @@ def rounded_rows(rows: int) -> int:
     """`rows`, rounded up to a multiple of 16 up to 512 and of 64 above.
 
     Numbers of tokens change from call to call, and comparing all tilings takes up to a millisecond:
-    numbers that round to the same value share a tiling. They also need equally many tiles, because
-    tile extents along m are multiples of 64, or of 16 for few tokens (transposed tilings).
+    numbers that round to the same value share a tiling. They also need the same number of tiles,
+    because tile extents along m are multiples of 64, or of 16 for few tokens (transposed tilings).
     """
     step = 16 if rows <= _FEW_ROWS else 64
     return -(-rows // step) * step

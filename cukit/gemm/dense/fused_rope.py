@@ -74,8 +74,8 @@ def prepare_fused(
 
 
 def prefers_fused(product: Product, plan: Sm90Config, tiling: Tiling, rotated: int) -> bool:
-    """Whether one kernel with `tiling` is faster than the planned product and a second kernel that
-    reads and writes `rotated` columns."""
+    """Whether one kernel with `tiling` is estimated to be faster than the planned product and a
+    second kernel that reads and writes `rotated` columns."""
     rope_us = _ROPE_LAUNCH_US + 2 * ITEM_BYTES * product.m * rotated / _ROPE_BYTES_PER_US
     product_us, fused_us = (
         estimate_us(product, each, plan.num_sms) for each in (plan.tiling, tiling)

@@ -1,4 +1,4 @@
-"""Matrix products with few rows or few columns, bound by reading the large operand."""
+"""Matrix products with few rows or columns, bound by the memory traffic of the large operand."""
 
 from __future__ import annotations
 

@@ -68,9 +68,10 @@ def linear(
         ConfigError: an unknown activation.
 
     On Hopper the kernel uses TMA and wgmma (kernels_cu/gemm/linear_sm90.cu) with tiles that
-    `plan_linear` chooses for the shape; other GPUs, and rows that are not multiples of 16 bytes,
-    use mma.sync. Runs on CuPy's current stream and allocates nothing but the results, so it can be
-    captured in a CUDA graph. Accumulates in float32 in a fixed order: deterministic.
+    `plan_linear` chooses for the shape; other GPUs, and arrays with rows or addresses that are not
+    multiples of 16 bytes, use mma.sync. Runs on CuPy's current stream and allocates nothing but the
+    results, so it can be captured in a CUDA graph. Accumulates in float32 in a fixed order:
+    deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> ck.linear(np.ones((2, 8), np.float32), -np.ones((3, 8), np.float32), None, "relu").sum()
@@ -158,7 +159,7 @@ def gated_linear(
 
 
 def _written(out: Array | None, result: Any) -> Any:
-    """The reference's result, with its first array written to `out` if that is given."""
+    """The reference's result, with its first array written to `out` if `out` is given."""
     if isinstance(result, tuple):
         return write_out(out, result[0]), result[1]
     return write_out(out, result)

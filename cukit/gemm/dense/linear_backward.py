@@ -51,7 +51,7 @@ def linear_backward(
 
     Args:
         grad_out: gradient of `y`; dtype of `x`, [..., n].
-        x, w: the forward's operands, [..., k] and [n, k].
+        x, w: the forward's operands, [..., k] and [n, k]; here `w` must be C-contiguous.
         preactivation: `z` as the forward returned it, [..., n]; only with an activation.
         activation: as in the forward.
         with_bias: also return the bias's gradient, the sum of `g` over all rows.
@@ -101,9 +101,9 @@ def gated_linear_backward(
         w: [2n, k], the gate's rows followed by those of the up projection.
         preactivation: `z` as the forward returned it, [..., 2n].
         activation: as in the forward.
-        down: weight of the linear layer that follows, dtype of `x`, [h, n]. On Hopper the product
-            `grad_out down` and the activation's gradient are then one kernel
-            (kernels_cu/gemm/gated_gradient_sm90.cu).
+        down: weight of the linear layer that follows, dtype of `x`, [h, n]. On Hopper one kernel
+            (kernels_cu/gemm/gated_gradient_sm90.cu) then computes the product `grad_out down` and
+            the activation's gradient, if n is a multiple of 128 and the product is large.
 
     Returns:
         `(grad_x, grad_w)`, dtype and shapes of `x` and `w`.

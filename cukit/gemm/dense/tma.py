@@ -29,7 +29,7 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
         out: array to write into; dtype of `a`, [m, n]. It must not overlap the operands.
 
     Returns:
-        `out`, [m, n], dtype of `a`.
+        `out` or a new array [m, n], dtype of `a`.
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.

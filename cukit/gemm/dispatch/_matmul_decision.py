@@ -113,7 +113,7 @@ def decide(
         return errors[candidate] <= rtol
 
     chosen = next((e for e in estimates if e.reason is None and allows(e.precision)), None)
-    if chosen is None:  # only for float8: cuBLAS supports all else
+    if chosen is None:  # only for float8: cuBLAS supports every other precision
         reasons = [f"{e.kernel}: {e.reason}" for e in estimates if e.precision == precision]
         raise ConfigError(f"matmul: no kernel can multiply in {precision}; {', '.join(reasons)}")
     plan = MatmulPlan(

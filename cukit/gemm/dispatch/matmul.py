@@ -52,8 +52,9 @@ def matmul(
         out_dtype: of the result if `out` is not given: the dtype of `a` (default) or float32.
         precision: None: cuBLAS in the operands' own precision. `"auto"`: the fastest kernel and
             precision that `rtol` allows. Or a precision by name, in the fastest kernel: the dtype
-            of `a`, for float32 operands also `"tf32"` and `"bfloat16"`, and on Hopper
-            `"float8_e4m3"`, for which each call first quantises both operands by rows.
+            of `a`, for float32 operands also `"tf32"` and `"bfloat16"`, and on Hopper, except for
+            float64 operands, `"float8_e4m3"`, for which each call first quantises both operands by
+            rows.
         rtol: with `"auto"`: the largest ||row - exact row|| / ||exact row|| that a lower precision
             may have. None: the operands' own precision; no error is sampled.
         return_plan: also return the :class:`MatmulPlan`: the choice and the estimates behind it.

@@ -33,7 +33,7 @@ from cukit.registry import register
 
 _OP = "tree_matmul"
 _THREADS = 256
-_WIDTH = 4  # floats of 16 bytes
+_WIDTH = 4  # float32 elements in 16 bytes
 
 
 def tree_matmul(

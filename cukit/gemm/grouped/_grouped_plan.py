@@ -39,7 +39,8 @@ class GroupedProblem:
     """The product that a variant is selected for.
 
     ragged: the extent that differs between groups: "m", `out[r] = f(a[r] b[g]^T)`, where operand a
-        holds the groups' rows; or "k", `out[g] = sum of a[r]^T b[r]`, where both operands do.
+        holds the groups' rows; or "k", `out[g] = sum of a[r]^T b[r]`, where both operands hold
+        them.
     product: the extents; the ragged one is the total over all groups.
     """
 
@@ -120,7 +121,7 @@ _EPILOGUE_US = 1.0
 _TRANSPOSED = 0.98
 """Factor on the computation with a transposed tiling and a K-major weight."""
 _BESIDE_MEMORY = 0.1
-"""Weight of the computation in the estimate of a memory-bound product."""
+"""Share of the computation time that is added to the estimate."""
 _ROWS = (16, 32, 64, 128, 192, 256)
 
 
@@ -139,8 +140,9 @@ def candidates(problem: GroupedProblem) -> Iterator[Tiling]:
 def estimate_us(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> float:
     """Estimated time of a product.
 
-    The larger of the time of all rounds of tiles and that of the total memory traffic; each tile is
-    bound by its multiplications or by its loads. A group's last tile is assumed to be half empty.
+    A fixed start, the larger of the computation and memory times, and a share of the computation
+    time. Computation is the sum over all rounds of tiles; each tile is bound by its multiplications
+    or by its loads. A group's last tile is assumed to be half empty.
     """
     product, each = problem.product, problem.rows_each
     columns = product.n * (1 + product.gated)
