@@ -1,7 +1,8 @@
 """The `cukit` command: doctor, list, compile, bench, check, analyze, compare, report, replay,
 distill, generate.
 
-Bad input ends with one clear line on stderr and exit code 2; a traceback means a bug in cukit.
+Bad input ends with one clear line on stderr and exit code 2; a traceback means a bug in cukit or in
+a script that `cukit analyze` runs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ app = typer.Typer(
 
 
 def _help(command: Callable[..., Any]) -> str:
-    """The command's docstring with one line per paragraph, which the terminal's width wraps."""
+    """The command's docstring with one line per paragraph, which is wrapped to the terminal."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)
 
@@ -131,7 +132,7 @@ def _complain(message: str, code: int) -> int:
 
 def main() -> None:
     """Entry point of the `cukit` script."""
-    # None if the shell closed them (`>&-`): discard all output.
+    # A stream that the shell closed (`>&-`) is None: discard its output.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):

@@ -1,4 +1,4 @@
-"""A trace of kernels by name: counts, times, and suggestions for each. Pure."""
+"""Summary of a kernel trace: launch counts, times and advice for each kernel name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cukit.core.device import Device
 KIND = "traced kernel"
 
 MAX_LAUNCHES = 50_000
-"""More launches would make files of many megabytes that viewers cannot draw."""
+"""Maximum launches in a timeline: viewers cannot draw files of many megabytes."""
 
 NOT_IN_TRACES = "a traced kernel runs only as often as the script launches it"
 
@@ -28,8 +28,9 @@ def analyses_of(
 ) -> tuple[KernelAnalysis, ...]:
     """One analysis per kernel name, in order of decreasing total time.
 
-    `warm` holds the durations of all its launches; `launches` the shape that took the most time.
-    With counters, the bytes of `throughput` are those that device memory transferred.
+    `warm` summarises the durations of all launches of the kernel. `launches` holds one launch: the
+    longest with the grid, block and dynamic shared memory that took the most time in total.
+    `throughput` counts the bytes read from and written to device memory; it needs `counters`.
     """
     by_name: dict[str, list[KernelRecord]] = {}
     for record in records:
@@ -42,7 +43,7 @@ def analyses_of(
 
 
 def timeline_of(records: Sequence[KernelRecord]) -> tuple[TracedLaunch, ...]:
-    """When each kernel ran, in order of start; only the longest MAX_LAUNCHES of them."""
+    """The launches in order of their start; if there are more, the longest MAX_LAUNCHES."""
     origin = min(record.start_ns for record in records)
     longest = sorted(records, key=lambda record: -record.duration_us)[:MAX_LAUNCHES]
     return tuple(
@@ -54,7 +55,7 @@ def timeline_of(records: Sequence[KernelRecord]) -> tuple[TracedLaunch, ...]:
 
 
 def total_us(analysis: KernelAnalysis) -> float:
-    """The total time of all launches of a traced kernel."""
+    """The total time of all launches of a traced kernel, in microseconds."""
     return analysis.warm.mean_us * analysis.warm.samples if analysis.warm else 0.0
 
 

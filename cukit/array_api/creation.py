@@ -42,7 +42,8 @@ _MAX_BYTES = 2**63
 def default_device() -> DeviceName:
     """The device of new arrays: `"gpu"` if there is one, else `"cpu"`.
 
-    The environment variable CUKIT_DEVICE overrides it. `"cpu"` while the emulator is active.
+    The environment variable CUKIT_DEVICE overrides this choice. While the emulator is active, the
+    device is always `"cpu"`.
     """
     if backend.active is not None:
         return "cpu"
@@ -63,7 +64,7 @@ def asarray(
     device: DeviceName | None = None,
     copy: bool | None = None,
 ) -> Array:
-    """`obj` as an array on `device`; shares memory if `obj` is there already.
+    """`obj` as an array on `device`; shares memory if neither device nor dtype changes.
 
     Args:
         obj: NumPy or CuPy array, DLPack tensor (torch, JAX, ...), QuantizedArray, nested sequence
@@ -244,7 +245,7 @@ def _extents(op: str, shape: Any, dtype: np.dtype[Any]) -> tuple[int, ...]:
 
 
 def _made(op: str, make: Callable[[], Array]) -> Array:
-    """`make()`, with the library's memory and overflow errors translated to cukit's."""
+    """`make()`, with the memory and overflow errors of NumPy or CuPy translated to cukit's."""
     try:
         return make()
     except CukitError:

@@ -1,4 +1,4 @@
-"""Attention: exact, block-sparse, paged and latent, and KL divergences between attentions."""
+"""Attention: exact, block-sparse, paged and latent, and KL divergences of attention weights."""
 
 from cukit.attention.divergence.attention_kl import attention_kl
 from cukit.attention.divergence.attention_kl_backward import attention_kl_backward

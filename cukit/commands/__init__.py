@@ -1,1 +1,1 @@
-"""The commands of `cukit`, one module each: their options and output."""
+"""The commands of `cukit`: their options and output. distill.py has two, other modules one each."""

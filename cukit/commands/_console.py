@@ -30,7 +30,7 @@ T = TypeVar("T")
 WIDE = 200
 
 FIRST_LINE_SECONDS, NEXT_LINE_SECONDS = 3.0, 15.0
-"""Seconds to the first and between later progress lines when stderr is not a terminal."""
+"""Seconds until the first progress line and between later ones, if stderr is not a terminal."""
 
 
 class PrintableConsole(Console):
@@ -44,7 +44,7 @@ class PrintableConsole(Console):
 
 
 def stdout() -> Console:
-    """A console that does not wrap table rows when stdout is a file or a pipe."""
+    """A console for stdout; WIDE columns wide, so that few rows wrap, if it is a file or a pipe."""
     return PrintableConsole(width=None if sys.stdout.isatty() else WIDE, soft_wrap=False)
 
 

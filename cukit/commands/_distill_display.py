@@ -28,7 +28,7 @@ from cukit.distill.training.trainer import StepStatistics, Trainer
 from cukit.memory import PoolStatistics
 
 REFRESH_SECONDS = 0.5
-"""Time between updates of the loss. An update waits until the GPU has finished the step."""
+"""Minimum time between updates of the loss; an update synchronises with the GPU."""
 PLAIN_SECONDS = 15.0
 """Time between progress lines if the output is not a terminal."""
 

@@ -38,7 +38,7 @@ _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 class ScriptFailed(Exception):  # noqa: N818 - carries the user's own error
-    """The script raised. Its traceback has been printed."""
+    """The script raised, and its traceback has been printed; or it exited with an error code."""
 
 
 def analyze(
@@ -90,9 +90,9 @@ def analyze(
 ) -> None:
     """Profile the kernels that a script launches: calls, times, occupancy, advice.
 
-    Records every kernel that runs: raw kernels, CuPy's own, library kernels such as cuBLAS's. A
-    single kernel is analysed from its compiled code, which needs no GPU. Exit code 1 if the script
-    raises.
+    Records every kernel that runs: raw kernels, CuPy's own kernels, and those of libraries such as
+    cuBLAS. A single kernel is analysed from its compiled code, which needs no GPU. Exit code 1 if
+    the script raises or exits with an error code.
     """
     try:
         specs = [] if option else _own_variants(Path(target), entry, arch)
@@ -177,7 +177,7 @@ def _trace(target: str, call: Any, repeat: int, *, counters: bool) -> AnalysisRe
     trace = KernelTrace()
     is_function = Script(target).name is not None
     if is_function:
-        _run(call)  # compiles what it launches
+        _run(call)  # warm-up: compiles the kernels
     with trace:
         for _ in range(repeat if is_function else 1):
             _run(call)

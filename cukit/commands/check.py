@@ -108,7 +108,7 @@ def check(
 
 
 def argument(option: str, text: str, rng: np.random.Generator) -> Any:
-    """The value that `text` describes; `option` is where it was given. Raises ConfigError."""
+    """The value that `text` describes. Raises ConfigError that names `option`, which it is from."""
     given = f"{option} {text}"
     if text in _NULLS:
         return None

@@ -38,9 +38,9 @@ def compare(
 ) -> None:
     """Compare two results files of `cukit bench` or `cukit analyze`, case by case.
 
-    A case is SLOWER or FASTER if the whole interval of the ratio of times is beyond the tolerance,
-    UNCERTAIN if more samples are needed. Exit code 1 if any case is slower, or is wrong and was
-    right before; else 0.
+    A case is SLOWER or FASTER if the whole range of the ratio of times (new/base) is beyond the
+    tolerance, UNCERTAIN if more samples are needed to decide. Exit code 1 if any case is slower, or
+    is wrong and was right before; else 0.
     """
     if not math.isfinite(tolerance):
         raise ConfigError(f"--tolerance: expected a finite number, got {tolerance}")

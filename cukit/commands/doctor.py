@@ -79,7 +79,7 @@ def doctor(
 
 
 def examine() -> list[Finding]:
-    """Examines every component, GPU first. Never raises: a failure becomes a finding."""
+    """Examines every component. Never raises: a failure becomes a finding."""
     driver = find_driver()
     gpu_required = driver.version is not None
     packages = PACKAGES[_cuda_major(driver)]
@@ -117,7 +117,8 @@ def _numpy_finding() -> Finding:
 
 
 def _cuda_major(driver: Driver) -> int:
-    """The CUDA major version of the packages: the installed CuPy's, else the driver's, else 12."""
+    """The CUDA major version of the packages: the installed CuPy's, else the driver's, else 12; the
+    nearest one in PACKAGES."""
     from cukit.core.device import cupy_module
 
     cupy = cupy_module()

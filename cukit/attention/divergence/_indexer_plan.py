@@ -1,4 +1,7 @@
-"""Plans of the indexer KL: the kernel variants for a problem and a device."""
+"""Plans of the indexer KL: the kernel variants for a problem and a device.
+
+The sweep is the kernel that computes all scores, in blocks of one query tile and one span of keys.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,14 @@ _MARK_THREADS = 128
 _SUM_THREADS = 256
 _SUM_ELEMENTS = 8  # per thread
 _SPAN_KEYS = 256
-"""Least number of keys per block of the sweep."""
+"""Minimum number of keys per span, the keys of one block of the sweep."""
 _MAX_SPANS = 32
-"""Limit for the forward, where each span writes statistics of every query."""
+"""Maximum spans per query tile in the forward, which writes statistics per span and query."""
 _KEY_WAVES = 2
-"""Waves of blocks in the key-gradient kernel: with a causal mask, some blocks have little work."""
+"""Waves of blocks in the key-gradient kernel: two, as a causal mask makes some blocks short."""
 _MAX_SPLITS = 16
 _SCRATCH_BYTES = 1 << 27
-"""Limit of the derivatives or selection bits of a chunk of queries; one tile may exceed it."""
+"""Limit of the derivatives or selection bits of a chunk of queries; a single tile may exceed it."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +62,18 @@ class IndexerTiling:
     """Whether the sweep uses wgmma."""
 
     def sweep_bytes(self, width: int) -> int:
-        """Bytes of two stages of queries and of keys."""
+        """Bytes of shared memory of the sweep: two stages of queries and of keys."""
         if self.wgmma:
             width = ceil_div(width, BOX_COLUMNS) * BOX_COLUMNS
         return 2 * ITEM_BYTES * width * (self.tile_m + self.tile_n)
 
     def query_bytes(self, width: int) -> int:
-        """Bytes of queries, and of two stages of keys and derivatives."""
+        """The same for the query-gradient kernel: queries, two stages of keys and derivatives."""
         columns = width * (self.tile_m + 2 * self.query_n) + 2 * self.tile_m * self.query_n
         return ITEM_BYTES * columns
 
     def key_bytes(self, width: int) -> int:
-        """Bytes of keys, and of two stages of queries and derivatives."""
+        """The same for the key-gradient kernel: keys, two stages of queries and derivatives."""
         columns = width * (self.key_tile + 2 * self.tile_q) + 2 * self.tile_q * self.key_tile
         return ITEM_BYTES * columns
 
@@ -85,8 +88,8 @@ WARPGROUP_INDEXER_TILINGS: dict[int, IndexerTiling] = {
     128: IndexerTiling(128, 128, 128, 64, 64, wgmma=True),
     256: IndexerTiling(128, 64, 128, 32, 32, wgmma=True),
 }
-"""The first choice on Hopper, with twice the keys per step: each step reads the queries of every
-head again."""
+"""The first choice on Hopper, with twice the keys per step, because each step reads the queries of
+every head again."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class IndexerConfig:
 
     @property
     def chunk_tiles(self) -> int:
-        """Query tiles per launch: all, or as many as fit in the scratch memory."""
+        """Query tiles per launch: all, or the number that fits in the scratch memory."""
         if not (self.gradient or self.selected):
             return max(1, self.tiles)
         item = ITEM_BYTES if self.gradient else 1 / 8

@@ -121,8 +121,9 @@ _NARROW_KNOWN = KlTiling(3, 96, num_stages=3)
 def _kl_tiling(problem: AttentionProblem, known: KnownLse) -> KlTiling:
     """The fastest tiling, as measured on an H200 (profiling/notes/attention_distillation.md).
 
-    Heads of up to 64 columns, without a window or variable lengths, use more consumer warpgroups:
-    with a causal mask if both log-sum-exps are known or neither is, without one if both are known.
+    Heads of up to 64 columns, without a window, variable lengths or `precise`, use more consumer
+    warpgroups: with a causal mask if both log-sum-exps are known or neither is, without one if both
+    are known.
     """
     columns = _padded_columns(problem.head_dim, problem.head_dim_v)
     plain = not problem.features & {"window", "varlen"}
@@ -238,8 +239,8 @@ _ONE_PASS_UNSPILLED = WarpgroupTiling(2, 80, query_stages=1)
 def _one_pass_tiling(problem: AttentionProblem, teacher_dim: int, known: bool) -> WarpgroupTiling:
     """The fastest tiling, as measured on an H200 (profiling/notes/attention_distillation.md).
 
-    With the teacher's lse known, tiles of 96 keys spill 56 bytes, which costs more than the shorter
-    tile except under a causal mask alone.
+    With the teacher's lse known, tiles of 96 keys spill 56 bytes and are slower than tiles of 80,
+    except with a causal mask and neither window nor variable lengths.
     """
     if max(problem.head_dim, problem.head_dim_v, teacher_dim) <= BOX_COLUMNS:
         return _ONE_PASS_NARROW

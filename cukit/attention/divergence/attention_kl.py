@@ -116,8 +116,8 @@ def attention_kl(
             number or a float32 0-d array, such as the query count of all batches that a step
             accumulates. "mean" still averages over heads.
         precise: sum only non-negative terms. The relative error then stays small however close the
-            models are; otherwise there is an absolute error of about 1e-6. Computes the scores
-            twice where an lse is missing, and two exponentials per score.
+            models are; otherwise there is an absolute error of about 1e-6. `precise` takes a second
+            pass over the scores if an lse is missing, and two exponentials per score.
         return_lse: also return both log-sum-exps, which the backward needs.
 
     Returns:

@@ -155,8 +155,8 @@ def attention_kl_backward(
     if divisor.on_host and (each_row or grad_loss is None or isinstance(grad_loss, numbers.Real)):
         factor = divisor.factor * (1.0 if each_row or grad_loss is None else float(grad_loss))
     else:
-        # The kernels take logarithms of row weights. The sign of a gradient on the device is not
-        # known here, so it multiplies the results instead.
+        # The kernels take logarithms of the row weights. A gradient in GPU memory may be negative:
+        # `upstream`, which contains that gradient, multiplies the results instead.
         number = isinstance(grad_loss, numbers.Real)
         factor = float(grad_loss) if number else 1.0
         grad = None if number or each_row else grad_loss

@@ -59,10 +59,11 @@ def attention_with_kl(
     normalizer: Any = None,
 ) -> AttentionWithKl | None:
     """flash_attention of the student and attention_kl of both models at a temperature of 1, in one
-    kernel. None on the CPU, before any checks, and where no such kernel covers the call.
+    kernel. Returns None on the CPU, before any argument is checked, and where no kernel covers the
+    call.
 
-    arrays: without lse_s. Other arguments, errors and numerics as of distillation_attention, the
-    caller.
+    arrays: lse_s must be None. The other arguments, errors and numerics are those of
+    distillation_attention, the caller.
     """
     q_t, k_t, q_s, k_s, v_s, *given = adopt(_OP, q_t, k_t, q_s, k_s, v_s, *arrays)
     arrays = RowArrays(*given)

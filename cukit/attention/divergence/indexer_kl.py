@@ -85,7 +85,7 @@ def indexer_kl(
 
     over the visible keys in `topk_indices`. This loss trains the lightning indexer of
     DeepSeek-V3.2: over all keys while attention is dense, over the selected ones afterwards. No
-    score matrix is materialised. A query without keys, or whose keys have no attention, has a
+    score matrix is materialised. A query without keys, or without attention on its keys, has a
     divergence of 0.
 
     Args:
@@ -115,17 +115,18 @@ def indexer_kl(
 
     Returns:
         The loss, float32 0-d (float64 for float64 inputs); for "none" [batch, seq_len_q] or
-        [total_q]. With `return_statistics`, `(loss, lse_s, mass_t)`, the latter two per query: the
-        log-sum-exp of the indexer's scores, and the attention mass of the keys, averaged over
-        heads: 1 without `topk_indices`, else the recall of the selection.
+        [total_q]. With `return_statistics`, `(loss, lse_s, mass_t)`, where lse_s and mass_t have
+        one value per query: the log-sum-exp of the indexer's scores, and the attention mass of the
+        keys, averaged over heads (1 without `topk_indices`, else the recall of the selection).
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value. The contents of cu_seqlens are checked on the CPU only.
 
     Runs on CuPy's current stream, accumulates in float32 and is deterministic. On the GPU both
-    head_dims are multiples of 8 up to 256. Scratch memory: with topk_indices one bit per query and
-    key, for as many queries at a time as fit in 128 MiB.
+    head_dims are multiples of 8 up to 256. Scratch memory: at most 640 bytes per query, rounded up
+    to whole tiles; with topk_indices also one bit per query and key, for chunks of queries whose
+    bits fit in 128 MiB.
     Paper: DeepSeek-AI, DeepSeek-V3.2, arXiv:2512.02556.
 
     >>> import numpy as np, cukit as ck
@@ -356,7 +357,7 @@ def prepare_indexer(
         rows = launch(config.rows_spec(), tiles)
         return IndexerSteps(config, mark, sweep, rows, None, None, None)
     elements = k_s.size
-    # Without heads: the key gradients of the indexer have one.
+    # The indexer has one key head: a row of the gradient is one key.
     key_rows = np.int64(elements // max(1, width_s))
     scalars = key_rows, *int32s(1, config.splits, width_s, width_s)
     return IndexerSteps(

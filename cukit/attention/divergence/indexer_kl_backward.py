@@ -79,8 +79,9 @@ def indexer_kl_backward(
         ConfigError: an option's value.
 
     Runs on CuPy's current stream, accumulates in float32 and is deterministic. dI is rounded to the
-    dtype of q_s, for grad_weights too. Scratch memory: dI in 16 bits for as many queries at a time
-    as fit in 128 MiB, float32 partial sums of grad_k_s, and the forward's scratch memory.
+    dtype of q_s, for grad_weights too. Scratch memory: dI in 16 bits, for chunks of queries of at
+    most 128 MiB (or one tile); with topk_indices one bit per key for each query of a chunk; and
+    float32 partial sums of grad_k_s.
     """
     if grad_loss is not None and not isinstance(grad_loss, numbers.Real):
         (grad_loss,) = adopt(_OP, grad_loss)

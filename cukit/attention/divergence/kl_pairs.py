@@ -81,7 +81,7 @@ class RowArrays(NamedTuple):
 
     @property
     def scores(self) -> ScoreArrays:
-        """The arrays that attention takes too."""
+        """The arrays that flash_attention also takes."""
         return ScoreArrays(None, None, None, None, self.cu_seqlens_q, self.cu_seqlens_kv)
 
     @property
@@ -130,7 +130,8 @@ def kl_options(
 
 
 def check_optional_scalar(op: str, name: str, value: Any, shape: tuple[int, ...] = ()) -> None:
-    """Checks that `value` is None, a finite number or a float32 array, on the CPU also float64."""
+    """Checks that `value` is None, a finite number (only if `shape` is ()), or a float32 array of
+    `shape`; on the CPU also float64."""
     if value is not None:
         check_scalar(op, name, value, finite=True, shape=shape)
 
@@ -229,7 +230,7 @@ def _heads(array: Array, heads: Sequence[int]) -> Array:
 def problem_of_pairs(
     k_t: Array, q_s: Array, k_s: Array, options: KlOptions, arrays: RowArrays
 ) -> AttentionProblem:
-    """The problem of a call: the student's attention, with the teacher in place of v."""
+    """The problem of a call: the student's attention, with k_t in place of v."""
     student = options.student(q_s.shape[-1])
     batch, heads, seq_q, seq_kv = score_shape(q_s, k_s, student, arrays.scores)
     causal, window = student.visible

@@ -39,14 +39,15 @@ PARAMETERS = "attention/parameters.cuh"
 
 
 class GradientLayout(NamedTuple):
-    """Where a backward writes its results."""
+    """The row strides of the gradients that a backward writes, and the layout of rotary tables."""
 
     q: int
     """Elements from one row of grad_q to the next."""
     k: int
     v: int
     own_tables: bool | None = None
-    """Whether each sequence has rotary tables of its own; None: no rope."""
+    """Whether each sequence has rotary tables of its own; None: no rope, or tables that attention's
+    kernels cannot read."""
 
     @classmethod
     def contiguous(cls, problem: AttentionProblem) -> GradientLayout:
@@ -56,7 +57,7 @@ class GradientLayout(NamedTuple):
         return cls(*rows, heads_kv * problem.head_dim_v)
 
     def key_rows(self, problem: AttentionProblem, splits: int) -> tuple[int, int]:
-        """Elements between the rows that the dK/dV kernel writes: of the partial sums if any."""
+        """Row strides, in elements, of dK and dV, or of their partial sums if there are splits."""
         if splits == 1:
             return self.k, self.v
         heads = problem.num_heads_kv * splits
@@ -73,7 +74,7 @@ def gradient_layout(
     tables: tuple[Array, ...],
     others: dict[str, Any],
 ) -> GradientLayout:
-    """Checks the arrays that a backward writes into, and the tables of rope.
+    """Checks the arrays that a backward writes into, and the rotary tables.
 
     inputs: q, k and v. targets: their gradients, or none. tables: cos and sin, or none. others: the
     other arguments, by name.
@@ -113,8 +114,8 @@ def _gradient_row(op: str, name: str, gradient: Array, like: Array) -> int:
 
 
 def _check_rope(op: str, q: Array, k: Array, cos: Array, sin: Array) -> bool | None:
-    """Whether each sequence has tables of its own; None where attention's kernels cannot read
-    them."""
+    """Whether each sequence has tables of its own; None if the tables are not aligned to 16 bytes,
+    as attention's kernels require."""
     if q.ndim != _DENSE_AXES:
         raise ConfigError(f"{op}: rope does not support cu_seqlens")
     batch, seq_len, _, head_dim = q.shape
@@ -179,7 +180,7 @@ class ScoreOptions(NamedTuple):
 
     @property
     def visible(self) -> tuple[bool, Window | None]:
-        """Whether the mask is causal (0 on the right), and the window yet to be tested, or None."""
+        """Whether the mask is causal (0 on the right), and the window if kernels must test one."""
         causal = self.right == 0
         bounded = self.left is not None or (self.right is not None and not causal)
         return causal, (self.left, self.right) if bounded else None
@@ -325,8 +326,7 @@ def scales_of(q: Array, options: ScoreOptions) -> tuple[float, float]:
 
 
 def refuse_dropout(op: str, dropout: float) -> None:
-    """Raises ConfigError: attention dropout is not supported, because the backward would have to
-    regenerate the mask."""
+    """Raises ConfigError unless `dropout` is 0: the backward would have to regenerate the mask."""
     if not (isinstance(dropout, (int, float)) and dropout == 0):
         raise ConfigError(
             f"{op}: attention dropout is not supported, got dropout={dropout}; "
@@ -469,7 +469,7 @@ def check_forward(
 ) -> None:
     """Checks the arguments of the forward, on either device.
 
-    decoded: None, or the dtype to which q, k and v, the storage of narrow arrays, decode.
+    decoded: for FP8 inputs, the dtype to which they are decoded; q, k and v are then their storage.
     """
     op = "flash_attention"
     options.check(op)
@@ -529,7 +529,8 @@ def score_shape(
 
 
 def check_kernel_layout(op: str, **arrays: Array | None) -> None:
-    """Checks what the kernels require beyond the reference: dtype, head_dim, 16-byte alignment."""
+    """Checks what the kernels require beyond the reference: dtype, head_dim, 16-byte alignment and
+    the row stride."""
     for name, array in arrays.items():
         if array is None:
             continue
@@ -584,7 +585,7 @@ def backward_plan_key(key: tuple[Any, ...]) -> Hashable:
     """`key` of a backward, (device, grad_out, q, k, v, out, lse, options, others), with rounded
     lengths if possible."""
     device, grad_out, q, k, v, out, lse, options, *others = key
-    if q is None or lse is None or len(q[0]) < _DENSE_AXES - 1:  # rejected by the checks, by name
+    if q is None or lse is None or len(q[0]) < _DENSE_AXES - 1:  # the checks name the invalid one
         return key
     *batch, rows, heads, _ = q[0]
     if lse[0] != (*batch, heads, rows) or not is_contiguous(lse):
@@ -608,7 +609,7 @@ def _rounded_key(
 
     queries, keys: the arrays with the length of the queries and with that of the keys.
     """
-    if None in queries or None in keys:  # rejected by the checks, by name
+    if None in queries or None in keys:  # the checks name the missing argument
         return None
     rows_q, rows_kv = queries[0][0][-3:-2], keys[0][0][-3:-2]
     max_q, max_kv = options.max_seqlen_q, options.max_seqlen_kv
@@ -702,7 +703,7 @@ def strides_of(array: Array) -> Strides:
 
 @lru_cache(maxsize=_CACHED_STRIDES)
 def _in_elements(strides: tuple[int, ...], itemsize: int) -> Strides:
-    """Cached, because the arrays of a call have few layouts."""
+    """Cached, because calls use few distinct layouts."""
     *batch, row, head, _ = (stride // itemsize for stride in strides)
     return batch[0] if batch else 0, row, head
 

@@ -66,7 +66,9 @@ def attend_float8(
 ) -> tuple[Array, Array | None] | None:
     """(out, lse) from Hopper's forward; None where it does not cover the call.
 
-    q, k, v: storage with a contiguous last axis, other strides any multiples of 16 bytes.
+    The kernel needs storage of q, k and v with a contiguous last axis and other strides that are
+    multiples of 16 bytes.
+
     descales: of q, k and v, each None, a number, or float32 [], [heads_kv] or [batch, heads_kv].
     precise: keep the probabilities in float16.
     """

@@ -63,8 +63,8 @@ def encoder(box: tuple[int, ...], longest: int | None = None) -> Callable[[Array
     """A function that encodes the tensor map of an array for boxes of one shape.
 
     The array is [batch, seq, heads, head_dim] or [seq, heads, head_dim]. longest: the maximum
-    length of packed sequences whose tiles must read zeros, not the next sequence, after their last
-    row (encode_sequence_map).
+    length of packed sequences; tiles then read zeros instead of the next sequence after the last
+    row of a sequence (encode_sequence_map).
     """
     if longest is None:
         # Packed sequences are rows of a single batch.
@@ -174,7 +174,7 @@ class MappedForward:
         mask_heads: int = 1,
         teacher: Mapping[str, float] | None = None,
     ) -> MappedLaunch:
-        """The launch for arrays like these, already checked.
+        """The launch for arrays of these shapes, strides and dtypes, which must have been checked.
 
         mask_heads: heads of a block mask. teacher: parameters of a teacher, for the divergence from
         it.
@@ -234,7 +234,7 @@ class MappedCall:
         options: ScoreOptions,
         arrays: ScoreArrays,
     ) -> MappedLaunch:
-        """The launch for arrays like these."""
+        """The launch for arrays of these shapes, strides and dtypes."""
         forward = self._forward
         config = forward.config
         problem = config.problem
@@ -289,13 +289,13 @@ def mapped_forward(
 
 
 def launches_of(spec: KernelSpec | None) -> Launches | None:
-    """The launches of a loaded kernel; None for None."""
+    """Loads the kernel of `spec` for launches of any grid; None without a spec."""
     return None if spec is None else Launches(load_kernel(spec))
 
 
 def _float8_settings(descales: tuple[Array | None, ...]) -> tuple[int, ...]:
     """Batch and head strides of the descales of q, k and v, in elements (0 where shared), and 0
-    for the tiles of prepared V per KV head, which a launch sets."""
+    for the tiles of prepared V per KV head, which each launch sets."""
     strides: tuple[int, ...] = ()
     for factors in descales:
         steps = () if factors is None else factors.strides
@@ -437,7 +437,7 @@ class MappedKernels:
         rows_per_head: int,
         num_sms: int,
     ) -> tuple[MappedKeys, MappedQueries | None]:
-        """The dK/dV launch, and the dQ launch unless the former accumulates dQ.
+        """The dK/dV launch, and the dQ launch or, if the dK/dV launch accumulates dQ, None.
 
         config: for the lengths of the call. rows_per_head: of the scratch arrays. num_sms: maximum
         number of persistent blocks.

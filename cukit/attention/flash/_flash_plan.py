@@ -41,7 +41,7 @@ from cukit.errors import UnsupportedDeviceError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_GROUP_WAVES = 4  # waves of blocks that a rasterisation group should make
+_GROUP_WAVES = 4  # target waves of blocks per rasterisation group
 _SHARING_BLOCKS = 16  # concurrent blocks of a head that read its data from L2 together
 _ROW_THREADS = 256
 
@@ -82,7 +82,7 @@ class FlashAttentionConfig:
 
 @dataclass(frozen=True)
 class FlashAttentionBackwardConfig:
-    """The configuration of a backward call: prepare, keys, then finish or queries."""
+    """The configuration of a backward call: the kernels prepare, keys, then finish or queries."""
 
     kernel_class: str
     problem: AttentionProblem
@@ -114,7 +114,7 @@ class FlashAttentionBackwardConfig:
     def scratch_rows(self, total_q: int) -> tuple[int, int]:
         """Heads of the scratch arrays, and rows per head, rounded up to whole tiles.
 
-        total_q: rows of q for packed sequences, each of which starts at a new tile
+        total_q: rows of q for packed sequences; each sequence starts at a new tile
         (kernels_cu/attention/scratch_rows.cuh).
         """
         problem, tile = self.problem, self.keys.tile_m
@@ -194,11 +194,12 @@ class FlashAttentionBackwardConfig:
 
     @property
     def rotates(self) -> bool:
-        """Whether the kernels can turn dQ and dK back by the angles of rotary embeddings."""
+        """Whether the kernels can apply the inverse rotary embedding to dQ and dK."""
         return False
 
     def finish_spec(self, rope: bool = False) -> KernelSpec:
-        """The kernel that converts the float32 dQ accumulators to dQ. rope: also turns dQ back."""
+        """The kernel that converts the float32 dQ accumulators to dQ. rope: it also applies the
+        inverse rotary embedding."""
         shared = self.keys.tile_m * self.width * ITEM_BYTES
         return _rotating(self._row_spec("flash_attention_backward_finish", shared), rope)
 
@@ -208,7 +209,7 @@ class FlashAttentionBackwardConfig:
 
     def keys_spec(self, rope: bool = False) -> KernelSpec:
         """The kernel that computes dK and dV; with accumulates_grad_q it also accumulates dQ. rope:
-        also turns dK back."""
+        it also applies the inverse rotary embedding to dK."""
         tiling = self.keys
         defines = (
             *self._common_defines(),
@@ -368,8 +369,8 @@ def query_raster_group(
 def representative_specs(
     plan: Callable[[AttentionProblem], Sequence[KernelSpec]],
 ) -> list[KernelSpec]:
-    """A representative set of variants: every width with and without a causal mask, a padded head,
-    float16, unequal head_dims, and each option in some combination."""
+    """A representative set of variants: every width with a causal mask and, except 192, without; a
+    padded head, float16, unequal head_dims, and each option in some combination."""
     many = AttentionProblem(4, 4096, 4096, 32, 8, 128, "bfloat16", True)
     problems = [
         replace(many, head_dim=width, causal=causal)

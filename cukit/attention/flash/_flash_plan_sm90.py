@@ -52,7 +52,7 @@ _STEP = 16  # K of one 16-bit wgmma
 _FLOAT8_STEP = 32
 _FLOAT8_ALIGNMENT = 16  # columns: TMA needs rows of whole 16-byte chunks
 _VALUES_THREADS = 128
-_FEW_READERS = 8  # query tiles that read the same V
+_FEW_READERS = 8  # query tiles reading the same V, up to which each block prepares V itself
 _SEQUENCE_THREADS = 1024
 _LIST_THREADS = 128
 _NARROW, _WIDE = 96, 192  # columns of V
@@ -128,7 +128,7 @@ class WarpgroupForwardConfig:
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
 
     def plan_spec(self) -> KernelSpec | None:
-        """The scheduling kernel that runs first, where the work per tile varies."""
+        """The scheduling kernel that runs first if the work per tile varies, else None."""
         tiling = self.tiling
         if self.problem.varlen:
             return sequences_spec(tiling.tile_m)
@@ -164,14 +164,14 @@ class WarpgroupForwardConfig:
     def value_tiles(self, rows_kv: int) -> int:
         """Tiles of prepared V per KV head.
 
-        rows_kv: keys of a sequence; of all sequences if they are packed, where each starts at a new
-        tile (kernels_cu/attention/float8_values.cuh).
+        rows_kv: keys of a sequence, or of all sequences if they are packed; each sequence starts at
+        a new tile (kernels_cu/attention/float8_values.cuh).
         """
         batch, tile = self.problem.batch, self.tiling.tile_n
         return rows_kv // tile + batch if self.problem.varlen else batch * ceil_div(rows_kv, tile)
 
     def values_spec(self) -> KernelSpec | None:
-        """The kernel that prepares V of FP8 inputs, unless the forward does."""
+        """The kernel that prepares V of FP8 inputs; None if the forward kernel prepares V."""
         tiling = self.tiling
         if not isinstance(tiling, Float8Tiling) or tiling.prepares:
             return None
@@ -238,8 +238,8 @@ def covers(problem: AttentionProblem, device: Device) -> bool:
 def _cost(problem: AttentionProblem, tiling: WarpgroupTiling, num_sms: int) -> float:
     """Relative time: scores of the largest work item, in whole tiles, times the number of waves.
 
-    Variable-length sequences make so many items that neither matters. Each warpgroup stops at the
-    last key visible to its own queries; a warpgroup without queries idles.
+    For variable-length sequences, the scores of all work items, because there are many items. Each
+    warpgroup stops at the last key visible to its own queries; a warpgroup without queries idles.
     """
     tile, groups = tiling.tile_n, range(0, problem.seq_len_q, WARPGROUP_ROWS)
     keys = 0
@@ -303,9 +303,10 @@ def tilings_of(
 ) -> tuple[WarpgroupTiling, ...]:
     """The candidate tilings.
 
-    Per-score options need too many registers for three consumer warpgroups, and for long tiles with
-    a wide V; so does zeroing the rows of a wide V after the end of a sequence. Block masks need
-    tiles no longer than their blocks.
+    Per-score options and block masks leave registers for two consumer warpgroups only and, with a
+    wide V, not for long tiles. Packed sequences with a wide V also use two, because the rows of V
+    after the end of a sequence are zeroed. Blocks of fewer than 128 keys use short tiles, of which
+    more can be skipped.
     """
     if problem.float8:
         return (_float8_tiling(problem),)
@@ -342,7 +343,7 @@ def _float8_tiling(problem: AttentionProblem) -> Float8Tiling:
 
 
 def _per_score(problem: AttentionProblem) -> bool:
-    """Whether an option changes or masks single scores."""
+    """Whether an option other than a causal mask or window changes or masks single scores."""
     return problem.mask or problem.bias is not None or problem.alibi or problem.softcap
 
 
@@ -402,14 +403,14 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 
     @property
     def rotates(self) -> bool:
-        """For heads of 64 or 128 columns, without splits and packed sequences."""
+        """For heads of 64 or 128 columns, without splits, packed sequences or a teacher."""
         problem = self.problem
         exact = problem.head_dim == self.width and self.accumulates_grad_q
         return exact and self.splits == 1 and not problem.varlen and not problem.distills
 
     def keys_spec(self, rope: bool = False) -> KernelSpec:
         """The kernel that computes dK and dV; with accumulates_grad_q it also accumulates dQ. rope:
-        also turns dK back."""
+        it also applies the inverse rotary embedding to dK."""
         return self._narrowed(super().keys_spec(rope), self.keys)
 
     def queries_spec(self) -> KernelSpec:

@@ -1,7 +1,7 @@
 """Tile sizes of the attention kernels for each head width, and the shared memory they need.
 
-The tables list tilings in order of preference, as measured on an H200; the first that fits the GPU
-is used. Later entries serve GPUs with less shared memory.
+The tables of class sm80 list tilings in order of preference, as measured on an H200; the first that
+fits the GPU is used. Later entries are for GPUs with less shared memory.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class KeyTiling:
         )
 
     def register_limited(self, width: int) -> KeyTiling:
-        """The same with dQ in two passes where a warp's columns can be halved: fewer registers."""
+        """The same with dQ in two passes (fewer registers) if a warp's columns can be halved."""
         columns = width // (self.warps // self.query_warps)
         return replace(self, query_passes=2) if columns % 32 == 0 else self
 
@@ -204,7 +204,8 @@ class WarpgroupKeyTiling:
     """Whether blocks add to dQ in a fixed order (deterministic)."""
 
     def softcapped(self) -> WarpgroupKeyTiling:
-        """The same with softcap derivatives stored beside P, in place of a pipeline stage."""
+        """The same with room for softcap derivatives beside P, in place of a third pipeline stage;
+        unchanged if dQ is accumulated."""
         return self if self.accumulates_grad_q else replace(self, num_stages=2, score_tiles=4)
 
     def shared_bytes(self, width: int, value_width: int) -> int:
@@ -333,8 +334,8 @@ WARPGROUP_TILINGS: dict[tuple[int, int], tuple[WarpgroupTiling, ...]] = {
 
 
 # FP8, keyed by the same widths. Tiles are as long as the registers allow. "window_or_varlen" and
-# "register_limited" (options that act on single scores) need shorter ones. "short": where few query
-# tiles read the same V, preparing it in a separate kernel does not pay.
+# "register_limited" (per-score options) need shorter ones. "short": where few query tiles read the
+# same V, a separate kernel that prepares V would take longer than it saves.
 FLOAT8_TILINGS: dict[str, dict[tuple[int, int], Float8Tiling]] = {
     "plain": {
         (64, 64): Float8Tiling(3, 160, promotion_interval=6),
@@ -399,7 +400,7 @@ NARROW_STUDENT_TILING = WarpgroupKeyTiling(96, 128)
 """For the divergence of a student of up to 64 columns from a wider teacher."""
 LONG_KEY_WIDTH = 128
 LONG_KEY_TILING = WarpgroupKeyTiling(80, 128)
-"""For heads of this width: fewer shared-memory reads per query, but more fully masked rows."""
+"""For LONG_KEY_WIDTH: fewer shared-memory reads per query, but more fully masked rows."""
 WARPGROUP_QUERY_TILINGS: dict[int, WarpgroupQueryTiling] = {
     192: WarpgroupQueryTiling(key_stages=3),
     256: WarpgroupQueryTiling(value_stages=1),

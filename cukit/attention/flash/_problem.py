@@ -119,7 +119,7 @@ class AttentionProblem:
 
 
 def rounded_length(length: int) -> int:
-    """`length`, rounded up: to a multiple of 64 up to 1024, above that to eight steps per octave.
+    """`length`, rounded up: to a multiple of 64 up to 1024, then to eight steps per power of two.
 
     Plans are cached by rounded lengths, so that decode steps and slightly longer sequences reuse
     them.

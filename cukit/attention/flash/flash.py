@@ -130,9 +130,9 @@ def flash_attention(
     the rounding of out. In all other cases the inputs are decoded first, to out's dtype.
 
     Returns:
-        `out` like q, with v's head_dim; with `return_lse` the pair `(out, lse)`, lse float32
-        [batch, num_heads_q, seq_len_q], with cu_seqlens [num_heads_q, total_q], natural logarithm
-        (float64 for float64 inputs).
+        `out`, like q with v's head_dim; with `return_lse` the pair `(out, lse)`. lse is the natural
+        log-sum-exp of the scores, float32 (float64 for float64 inputs) [batch, num_heads_q,
+        seq_len_q] or, with cu_seqlens, [num_heads_q, total_q].
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.

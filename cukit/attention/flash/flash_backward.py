@@ -121,8 +121,9 @@ def flash_attention_backward(
             blocks add to grad_q in float32 in the order in which they finish, and its last bits
             vary from run to run. On Hopper, head_dims above 128 are always deterministic.
         dropout: must be 0: attention dropout is not supported.
-        rope: the pair `(cos, sin)` with which :func:`~cukit.layers.rope.rope` has rotated q and k,
-            whole heads by halves. grad_q and grad_k are then the gradients before that rotation.
+        rope: the pair `(cos, sin)` with which :func:`~cukit.layers.rope.rope` has rotated q and k
+            (all of head_dim, not interleaved). grad_q and grad_k are then the gradients of q and k
+            before the rotation.
             float32 [max_positions, head_dim / 2], or [batch, seq_len, head_dim / 2] for positions
             other than 0, 1, 2, ... Not with cu_seqlens; q and k need equal lengths.
         gradients: the triple `(grad_q, grad_k, grad_v)` to write into, such as slices of one array:
@@ -142,8 +143,9 @@ def flash_attention_backward(
     Runs on CuPy's current stream and accumulates in float32. Scratch memory: two float32 per query
     and head; a float32 copy of grad_q (on Hopper for head_dims up to 128, on other GPUs unless
     deterministic); and, where there are too few KV heads to fill the GPU, several float32 copies of
-    grad_k and grad_v. On Hopper, the kernels apply `rope` to heads of 64 and 128 columns; otherwise
-    another launch rotates grad_q and grad_k in place.
+    grad_k and grad_v. On Hopper, the kernels apply `rope` if head_dim is 64 or 128, v's is not
+    larger, there are no such copies, and cos and sin are aligned to 16 bytes; otherwise another
+    launch rotates grad_q and grad_k in place.
     Paper: Dao, FlashAttention-2, arXiv:2307.08691.
 
     >>> import numpy as np, cukit as ck
@@ -277,7 +279,7 @@ class _BackwardKernels(NamedTuple):
     keys: Launches | MappedKernels
     sums: Launches | None
     queries: Launches | None
-    """finish or the dQ kernel; None where `keys` includes the latter."""
+    """The finish or the dQ kernel; None if `keys` includes the dQ kernel."""
     sinks: Launches | None
 
 

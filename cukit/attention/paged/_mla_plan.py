@@ -21,13 +21,13 @@ _MERGE_THREADS = 128
 _MAX_TEAM = 4
 _CLUSTER = 2
 _STAGES = 2
-_EARLY = 2  # sections of a page's scores issued before P V of the other consumer's page
+_EARLY = 2  # of three column sections of Q K^T: issued before P V of the other consumer's page
 _PRODUCER_REGISTERS = 56
 _CODED_THREADS = 512
 _CODED_ROWS = (16, 32, 64)
 _SCORE_REGISTERS = 136  # per thread that computes scores of FP8 latents
 _SLOT_BYTES = 16 * CODE_BYTES  # a quarter of a page
-_SLOT_BUDGET = 232448 - 5 * 1024  # shared memory without the static part
+_SLOT_BUDGET = 232448 - 5 * 1024  # bytes of dynamic shared memory: 227 KiB less the static part
 _MERGE_BLOCKS_PER_SM = 4
 
 
@@ -134,8 +134,11 @@ def plan_mla_attention(
     coded: bool = False,
     causal: bool = True,
 ) -> MlaConfig:
-    """The configuration of a call: one thread block per SM, in teams whose size divides the tiles
-    of a request: the size that leaves the fewest SMs idle; of equal ones, the largest."""
+    """The configuration of a call: one thread block per SM, in teams.
+
+    The team size divides the tiles of a request and leaves the fewest SMs idle; of several such
+    sizes, the largest is used.
+    """
     row_tiles = -(-heads * seq_len_q // TILE_ROWS)
     sizes = [size for size in range(1, _MAX_TEAM + 1) if row_tiles % size == 0]
     team = min(sizes, key=lambda size: (device.num_sms % size, -size))

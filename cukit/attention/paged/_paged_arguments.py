@@ -104,7 +104,7 @@ class PagedScratch:
     def take(
         self, like: Array, name: str, size: int, dtype: npt.DTypeLike, *, zeros: bool = True
     ) -> Array:
-        """One axis of at least `size` elements, in the memory space of `like`.
+        """An array of one axis with at least `size` elements, in the memory space of `like`.
 
         zeros: new arrays are zero.
         """

@@ -189,7 +189,7 @@ class PreparedGather(PreparedForward):
             self._copies.append((requests, planned[part.batch]))
 
     def reserve(self, arrays: PagedArrays, scratch: PagedScratch) -> None:
-        """Takes the memory of the copies, which share it, from `scratch`."""
+        """Takes the memory that all copies share from `scratch`."""
         for requests, copy in self._copies:
             copy.reserve(_part(arrays, requests), scratch)
 

@@ -1,4 +1,7 @@
-"""Plans of paged attention with few queries per request (decoding)."""
+"""Plans of paged attention with few queries per request (decoding).
+
+A problem is one KV head and one tile of query rows of a request (paged_work.cuh).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ GROUP_HEAD_DIMS = (128,)
 
 _OP = "paged_attention"
 _STEP_BYTES = 32
-"""Keys per warp and step, times element bytes: 16 keys of 16 bits, 32 of 8."""
+"""Keys per warp and step, times bytes per element: 16 keys of 16-bit elements, 32 of 8-bit."""
 _QUERY_TILE = 8
 _NARROW_STEP = 32
 """Keys per warp and step of heads of 64 with many problems, in three thread blocks per SM."""
@@ -35,7 +38,7 @@ an H200 only with two thread blocks per SM."""
 _CLUSTER_SHARE = 0.8
 """Minimum share of the SMs that clusters must fill: idle SMs would delay a long request."""
 _MANY_PROBLEMS = 6
-"""Problems per SM from which thread blocks of one warp are used: most process whole problems."""
+"""Problems per SM from which thread blocks have one warp: most blocks process whole problems."""
 _ONE_WARP_GROUP = 64
 """Keys per int4 group with which thread blocks of one warp were measured."""
 
@@ -110,7 +113,10 @@ class PagedConfig:
     def slots(
         self, batch: int, problems: int, max_keys: int, recent_rows: int = 0
     ) -> tuple[int, int]:
-        """Upper bounds of partial results and counters. recent_rows: included in max_keys."""
+        """Upper bounds of partial results and counters.
+
+        problems: per request, or per tile of packed queries. recent_rows: included in max_keys.
+        """
         if not self.unit_tiles:
             return 2 * self.num_blocks, self.num_blocks
         recent_tiles = -(-recent_rows // (_RECENT_STEP * self.warps))
@@ -178,17 +184,18 @@ def plan_paged_attention(
     packed: bool = False,
     batch: int = 0,
 ) -> PagedConfig:
-    """The configuration of a call: two thread blocks per SM for narrow heads, three to decode 8-bit
-    codes, and as many warps and then stages as fit.
+    """The configuration of a call: one thread block per SM for heads wider than 128, else three for
+    8-bit codes with few rows, else two; the most warps, then the most stages, that fit.
 
-    Few problems, whose clusters fill the GPU just once, use a cluster each. Many problems with
-    quantised caches use thread blocks of one warp, which merge less and wait for no other warp.
-    With 16-bit caches, heads of 64 use longer steps if there are many problems, and few problems of
-    sixteen rows use one thread block per SM, so that they are split into fewer pieces.
+    If clusters, one per problem, fill the GPU just once, each problem uses a cluster. Many problems
+    with quantised caches use thread blocks of one warp, which have fewer results to merge and no
+    synchronisation between warps. With 16-bit caches, heads of 64 use longer steps if there is at
+    least one problem per SM; with fewer problems, heads of 128 with 9 to 16 rows use one thread
+    block per SM, so that problems are split into fewer pieces.
 
-    rows: query rows per KV head: group size times queries per request. group_rows: keys of int4
-    that share scales, which make one step. recent: int4 with recent keys. packed: packed queries;
-    one tile then holds `rows` rows, or as many as it can. batch: requests; 0 if unknown.
+    rows: query rows per KV head: group size times queries per request. group_rows: int4 keys that
+    share a scale; also the keys per step. recent: int4 with recent keys. packed: packed queries; a
+    tile then holds `rows` rows or, if they are more, its maximum. batch: requests; 0 if unknown.
     """
     narrowest = codes == "int4"
     widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS

@@ -164,7 +164,7 @@ class PagedForward:
 
     @cached_property
     def kernels(self) -> _Kernels:
-        """Loaded by the first call that reads the cache itself, not for calls that read a copy."""
+        """The kernels, loaded on first use: calls that read a copy of the cache need none."""
         kernels: _Kernels = _loaded(self.config)
         return kernels
 
@@ -175,7 +175,7 @@ class PagedForward:
 
 
 class PreparedPrefill(PreparedForward):
-    """A planned call that reads the cache itself."""
+    """A planned call that reads the cache directly, not a copy."""
 
     __slots__ = ("_boxes", "_launch", "_schedule_size")
 

@@ -168,7 +168,8 @@ def prefers_prefill(
     The decode kernel splits the keys over all thread blocks, but reads them again for every 32 rows
     of a KV head. The forward reads them once per 128 queries of a head, but without splitting them,
     so few tiles leave SMs idle; quantised keys are decoded first. The estimates are times per key
-    of every request. With batch_invariant the batch must not matter: it is assumed to be large.
+    of every request. With batch_invariant the choice must not depend on the batch, which is assumed
+    to be large.
     """
     if problem.group * problem.seq_len_q <= _DECODE_ROWS or not covers(problem, device):
         return False
@@ -182,9 +183,9 @@ def short_queries(problem: AttentionProblem) -> int:
     """The number of packed queries up to which a request runs on the decode kernel, in a separate
     launch; 0 for none.
 
-    The forward has tiles of 128 queries of one head, of which a decode step fills one row. The host
-    does not read the lengths: a batch with many queries per request is assumed to have no decode
-    steps, which saves a launch.
+    The forward has tiles of 128 queries of one head; a decode step fills only one row of a tile.
+    The host does not read the lengths: a batch with many queries per request is assumed to have no
+    decode steps, which saves a launch.
     """
     few = _SHORT_ROWS // problem.group
     mixed = problem.batch >= _MIXED_BATCH
@@ -202,7 +203,8 @@ def few_packed_queries(problem: AttentionProblem) -> bool:
 def gather_time(problem: AttentionProblem, codes: str) -> float:
     """Nanoseconds to copy the keys and values, per 128-column key of every request.
 
-    The launch's time is divided by the number of queries: the host does not read seq_lens.
+    The launch's time is divided by seq_len_q, a lower bound of the number of keys, because the host
+    does not read seq_lens.
     """
     moved = _CODE_BYTES[codes] + _CODE_BYTES[""]
     copied = problem.batch * problem.num_heads_kv * 2 * 128 * moved / _GATHER_RATE

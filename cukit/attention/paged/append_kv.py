@@ -86,7 +86,9 @@ def append_kv(
 
     Args:
         k: float16|bfloat16 [num_tokens, num_heads_kv, head_dim], any strides with a contiguous last
-            axis; on the CPU float32|float64 too.
+            axis; on the CPU float32|float64 too. On the GPU, head_dim and value_dim are multiples
+            of 8 (with quantised caches of 16) up to 256, and addresses and strides of k, v, q, out
+            and the caches are multiples of 16 bytes.
         v: [num_tokens, num_heads_kv, value_dim], dtype of k.
         k_cache: dtype of k, [num_blocks, block_size, num_heads_kv, head_dim], e.g.
             `KVCacheManager.keys(layer)`; or a QuantizedArray of float8_e4m3 or int8 with float32
@@ -273,7 +275,8 @@ def plan_append_kv(
     slot: str = "int64",
     position: str = "int32",
 ) -> AppendConfig:
-    """The configuration with the smallest power-of-two team whose threads hold two chunks each."""
+    """The configuration with the smallest power-of-two team in which a thread holds at most two
+    chunks of 8 columns."""
     pairs = -(-max(head_dim, value_dim) // (2 * _CHUNK))
     team = 1 << (pairs - 1).bit_length()
     return AppendConfig(

@@ -70,11 +70,11 @@ def cascade_attention(
         prefixes: the number of keys that all requests share. Or pairs `(keys, requests)`, shortest
             prefix first: each group of `requests` neighbours shares its first `keys` keys. `keys`
             is a multiple of block_size and at least that of the previous pair; `requests` divides
-            that of the previous pair, the first one the batch. For instance
+            that of the previous pair or, in the first pair, the batch. For instance
             [(4096, 32), (4608, 4)] is a system prompt of 4096 keys followed by eight prompts of
             512, with four samples each.
-        causal: as in `paged_attention`. All shared keys are visible to a request's queries: it has
-            at least `keys + seq_len_q` keys.
+        causal: as in `paged_attention`. All shared keys are visible to a request's queries, because
+            each request has at least `keys + seq_len_q` keys.
         softcap: as in `paged_attention`.
         sinks: as in `paged_attention`.
         scale: as in `paged_attention`.
@@ -195,8 +195,8 @@ def _prefixes(
     for level in levels:
         if level.keys < before.keys or level.keys % max(1, block_size):
             raise ConfigError(
-                f"{_OP}: the keys of prefixes must not decrease and be multiples of block_size = "
-                f"{block_size}, got {prefixes}"
+                f"{_OP}: the keys of prefixes must not decrease and must be multiples of "
+                f"block_size = {block_size}, got {prefixes}"
             )
         if level.keys > block_table.shape[1] * block_size:
             raise ConfigError(

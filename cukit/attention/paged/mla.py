@@ -102,7 +102,7 @@ def mla_attention(
             are not read.
         seq_lens: int32 [batch], the keys of each request, queries included; 0 for an unused row.
             Never read on the host.
-        causal: mask keys right of each query's own.
+        causal: mask the keys after each query's own key.
         scale: positive factor of the scores; default 1 / sqrt(192), for heads of 128 + 64 columns
             before absorption.
         latent_dim: columns of the cache that are values; 512 on the GPU.
@@ -255,10 +255,11 @@ def absorb_mla_projections(w_q: Array, w_o: Array, w_uk: Array, w_uv: Array) -> 
         w_uv: dtype of w_q, [num_heads, value_dim, latent_dim], values from latents.
 
     Returns:
-        w_q of [num_heads * (latent_dim + rope_dim), q_rank], whose queries
-        :func:`mla_attention` takes, and w_o of [hidden, num_heads * latent_dim] for its output.
-        They are latent_dim / nope_dim times as large: for many tokens at a time, applying W_q and
-        then W_uk per head is less work.
+        w_q [num_heads * (latent_dim + rope_dim), q_rank], which produces the queries of
+        :func:`mla_attention`, and w_o [hidden, num_heads * latent_dim] for its output. w_q has
+        (latent_dim + rope_dim) / (nope_dim + rope_dim) times as many elements as before, w_o
+        latent_dim / value_dim times: for many tokens at a time, applying W_q and then W_uk per
+        head is less work.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.

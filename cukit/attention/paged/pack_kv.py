@@ -65,14 +65,15 @@ def pack_kv(k: Array, v: Array, k_cache: Any, v_cache: Any, sources: Array, targ
     """Quantises full groups of keys and values to int4 codes of a cache, in place.
 
     Groups are runs of `group_size` rows, counted over all blocks of an array. Group `sources[i]` of
-    k and v is written to group `targets[i]` of the caches. Scales and zero points, of keys per
-    channel and group and of values per token and head, map the range from the minimum to the
-    maximum onto the codes.
+    k and v is written to group `targets[i]` of the caches. Scales and zero points (for keys per
+    channel and group, for values per token and head) map the range from the minimum to the maximum
+    onto the codes.
 
     Args:
         k: float16|bfloat16 [num_source_blocks, source_rows, num_heads_kv, head_dim], any strides
             with a contiguous last axis, e.g. the ring buffers of a :class:`RecentKV`; source_rows
-            is a multiple of the group size. On the CPU float32|float64 too.
+            is a multiple of the group size. On the CPU float32|float64 too; on the GPU, head_dim
+            and value_dim are multiples of 32 up to 256.
         v: as k, with value_dim.
         k_cache: QuantizedArray of int4 [num_blocks, block_size, num_heads_kv, head_dim] as
             :func:`paged_attention` reads it: float16 scales and zero points along axis 1 in groups

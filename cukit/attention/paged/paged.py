@@ -107,8 +107,9 @@ def paged_attention(
 
     Args:
         q: float16|bfloat16 [batch, seq_len_q, num_heads_q, head_dim]; on the CPU float32|float64
-            too. The queries of a request are the last seq_len_q of its tokens: 1 in a decode step,
-            more in a prefill or a chunk of one.
+            too. Strides, address and head_dim as for flash_attention. The queries of a request are
+            the last seq_len_q of its tokens: 1 in a decode step, more in a prefill or a chunk of
+            one.
         k_cache: dtype of q, [num_blocks, block_size, num_heads_kv, head_dim], any block_size, any
             strides with a contiguous last axis, e.g. `KVCacheManager.keys(layer)`. Or a
             QuantizedArray of float8_e4m3 or int8 whose scales, if any, are float32 and shared
@@ -127,9 +128,9 @@ def paged_attention(
         window_size: (left, right), visible keys on each side of the diagonal key; None: all.
         softcap: positive bound on the magnitude of the scores.
         sinks: float32 [num_heads_q], one score per head that is added to the softmax denominator.
-        cu_seqlens_q: int32 [batch + 1], for packed queries, of which a request may have any number
-            or none: those of request b are rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of
-            q [total_q, num_heads_q, head_dim].
+        cu_seqlens_q: int32 [batch + 1], for packed queries: the queries of request b are rows
+            cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q [total_q, num_heads_q, head_dim],
+            possibly none.
         recent: with int4 caches, the newest keys and values, not quantised yet. One launch reads
             these and the caches.
         scale: positive factor of the scores; default 1 / sqrt(head_dim).
@@ -149,15 +150,16 @@ def paged_attention(
         ArrayError: dtype, shape, layout or device of an argument.
         ConfigError: an option's value; on the CPU or where `checked` also a length beyond the block
             table, a block outside the cache (with request, entry and value), or a cu_seqlens_q that
-            is not non-decreasing from 0 to total_q.
+            decreases, or does not start at 0 and end at total_q.
 
     With few queries per request, the keys of the batch are split evenly over all thread blocks, on
-    the device, from `seq_lens`; the last block of a request to finish reduces its partial results
-    in a fixed order. With many queries per request, Hopper runs the forward of
-    :func:`flash_attention` with a dynamic tile scheduler, and loads cache blocks of a multiple of 8
-    keys by TMA. Quantised caches and, where that is faster, small blocks are first copied to large
-    blocks of 16-bit elements. The scratch memory of the copy is at most 1 GiB or, if larger, that
-    of one request's full block table; a copy that saves only a few percent takes at most 256 MiB.
+    the device, from `seq_lens`; the last thread block to finish its part of a request reduces the
+    partial results of the request in a fixed order. With many queries per request, Hopper runs the
+    forward of :func:`flash_attention` with a dynamic tile scheduler, and loads cache blocks of a
+    multiple of 8 keys by TMA. Quantised caches and, where that is faster, small blocks are first
+    copied to large blocks of 16-bit elements. The scratch memory of the copy is at most 1 GiB or,
+    if larger, that of one request's full block table; a copy that saves only a few percent takes
+    at most 256 MiB.
     Packed queries of a mixed batch (at least 8 requests, at most 256 queries each on average) take
     two launches on Hopper: requests of up to 16 rows per KV head use the first kernel, the others
     the second. Smaller batches of at most 32 rows on average use the first kernel for all requests.

@@ -101,8 +101,8 @@ class PagedAttention:
         self._recent = None if recent is None else [*zip(*recent, strict=True)]
         if self._recent is not None and len(self._recent) != len(self._layers):
             raise ArrayShapeError(
-                f"{_OP}: recent must have as many layers as k_caches, {len(self._layers)}, got "
-                f"{len(self._recent)}"
+                f"{_OP}: recent and k_caches must have the same number of layers, got "
+                f"{len(self._recent)} and {len(self._layers)}"
             )
         (self._sinks,) = adopt(_OP, sinks)
         if dtype is None and codes:
@@ -123,7 +123,7 @@ class PagedAttention:
             for layer, parts in enumerate(self._layers)
         ]
         self._kinds = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-        """One layer of each format, shape and strides."""
+        """The index of one layer for each combination of format, shape and strides."""
         self._scratch = PagedScratch()
         self._reserved: set[tuple[int, int]] = set()
         self._reserve(self._batch, 1)
