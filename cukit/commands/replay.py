@@ -39,7 +39,7 @@ def replay(
         str | None,
         typer.Option(
             help="Memory limit of a pool: bytes, a size such as 12GiB, or tight (1.05 times the "
-            "log's peak plus one page per stream)."
+            "log's peak of live bytes, plus one page per stream)."
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of a synthetic mix.")] = 0,

@@ -75,7 +75,7 @@ def adopt(op: str, *arrays: Any) -> tuple[Array | None, ...]:
     """The arguments as NumPy or CuPy arrays that share their memory; None stays None.
 
     Tensors of other libraries (torch, JAX, ...) are converted through DLPack. Raises ArrayError for
-    any other object.
+    any other object, and UnsupportedDeviceError for a GPU tensor if CuPy finds no GPU.
     """
     passing = _passing_types()
     for array in arrays:

@@ -46,7 +46,8 @@ class Backend(Protocol):
     def encode_tensor_map(
         self, view: TensorView, box: Sequence[int], swizzle_bytes: int
     ) -> np.ndarray[Any, Any]:
-        """:func:`cukit.core.tensor_map.encode_tensor_map` after its checks have passed."""
+        """The tensor map of `view`, whose shape, strides and box have already been checked by
+        :func:`cukit.core.tensor_map.encode_tensor_map`."""
 
 
 active: Backend | None = None

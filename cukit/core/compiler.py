@@ -1,6 +1,6 @@
 """Compiles kernel sources with NVRTC into a cache of cubins on disk.
 
-Compilation does not need a GPU: launches load the files that `cukit compile` writes.
+Compilation does not need a GPU. A launch loads the cubin that `cukit compile` has written, if any.
 The cache key covers the source and all files it includes, the macros, the options, the target
 architecture and the versions of NVRTC and of the CUDA headers.
 """
@@ -80,7 +80,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
                 spec, arch, path, info, record["log"], record["compile_ms"], cached=True
             )
     except (ValueError, KeyError, CompileError):
-        pass  # written by another version of the cache
+        pass  # written by another version of cukit
     start = time.perf_counter()
     cubin, log = _run_nvrtc(spec, options)
     compile_ms = (time.perf_counter() - start) * 1e3

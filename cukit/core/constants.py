@@ -1,4 +1,4 @@
-"""Small arrays of one value, which launches read and nothing writes."""
+"""Small read-only arrays filled with one value, cached per stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cukit.core.arrays import Array, is_gpu_array, namespace
 from cukit.core.counters import current_stream, is_captured
 
 _MAX_KEPT = 4096
-"""Arrays kept at most; the memory of each is 512 bytes or a little more."""
+"""Maximum number of cached arrays; each occupies about 512 bytes."""
 
 _kept: dict[tuple[Any, ...], Array] = {}
 
@@ -16,10 +16,10 @@ _kept: dict[tuple[Any, ...], Array] = {}
 def constant(like: Array, count: int, value: float, dtype: Any) -> Array:
     """An array [count] of `value` on the device of `like`. It must not be written.
 
-    Kept per stream, whose order places the fill before all launches that read the array. Kept
-    arrays are never released, because a captured graph may read them: beyond 4096, every call fills
-    a new array. So does a call during graph capture if none is kept: the graph fills that array,
-    which other launches must not read before a replay.
+    Arrays are cached per stream, so stream order places the fill before every launch that reads the
+    array. They are never released, because a captured graph may read them; once 4096 are cached,
+    further arrays are filled anew by every call. An array created during graph capture is not
+    cached: its fill is part of the graph and runs only when the graph is replayed.
     """
     device = like.device.id if is_gpu_array(like) else None
     key = (device, current_stream(like), count, value, dtype)

@@ -11,7 +11,7 @@ from cukit.core.arrays import Array, is_gpu_array
 from cukit.core.device import require_cupy
 
 _MIN_COUNTERS = 4096
-"""Minimum size of an allocation, large enough for most launches of a stream to share one."""
+"""Minimum number of counters in an allocation, enough for most launches of a stream to share it."""
 
 _zeros: dict[tuple[Any, int], Array] = {}
 

@@ -3,8 +3,8 @@
 Code from the cache runs in the user's process, so only files that cukit wrote are loaded:
 
 - Folders belong to the user (or root), and only the owner may write to them; they are created with
-  mode 0700 regardless of the umask. Symbolic links are not followed. No parent folder may be
-  world-writable without the sticky bit.
+  mode 0700, which the umask can only restrict. Symbolic links are not followed. No parent folder
+  may be world-writable without the sticky bit.
 - Each file has a record next to it, `NAME.json`, with the SHA-256 of its contents. A file without a
   record, or with a different hash, is rebuilt.
 - Files are published by an atomic rename, the record last.
@@ -163,7 +163,7 @@ def _locked(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)  # not removed: then two processes could hold the lock
+        os.close(descriptor)  # the file is kept: without it, two processes could hold the lock
 
 
 @contextlib.contextmanager

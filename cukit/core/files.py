@@ -1,8 +1,8 @@
 """Reads and writes user files: one clear error on failure, atomic writes.
 
 A file is written under a temporary name in the same folder, flushed to disk and renamed, so that
-readers see either the old or the new file, even after a power loss. Named arrays are safetensors
-files with a description and a checksum in the header.
+readers see either the old or the new file, even after a power loss. Named arrays are stored in
+safetensors files, with a description and a checksum in the header.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 def atomic_file(path: Path) -> Iterator[Path]:
     """Yields a temporary path, renamed to `path` when the block ends without an error.
 
-    Symbolic links are followed. A device or a pipe is written directly, because a rename cannot
-    replace it. Raises DataError if `path` is a folder or cannot be written.
+    Symbolic links are followed. A device or a pipe is written directly, because a rename would
+    replace it with a regular file. Raises DataError if `path` is a folder or cannot be written.
     """
     if path.is_dir():
         raise DataError(f"{path}: is a folder, not a file")

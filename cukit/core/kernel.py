@@ -1,4 +1,4 @@
-"""Kernels: compiled once, arguments checked, launched on CuPy's current stream."""
+"""Compiles a kernel once, checks its arguments and launches it on CuPy's current stream."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Kernel:
         spec = compiled.spec
         raw = cupy.RawModule(path=str(compiled.path)).get_function(spec.entry)
         # CuPy loads a cubin once: specs that differ only in shared memory share one function, so
-        # its limit must be the largest of theirs.
+        # the function's limit must be the maximum over these specs.
         if spec.shared_bytes > raw.max_dynamic_shared_size_bytes:
             raw.max_dynamic_shared_size_bytes = spec.shared_bytes
         self._accepted: set[tuple[Any, ...]] = set()
@@ -101,7 +101,7 @@ class Kernel:
 
 
 def _allow_large_clusters(function: Any) -> None:
-    """Permits clusters of more than the portable number of blocks; CuPy has no call for it."""
+    """Permits clusters of more than 8 blocks, the portable limit; CuPy has no call for this."""
     set_attribute = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute
     status = set_attribute(ctypes.c_void_p(function.ptr), _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
     if status:
@@ -109,7 +109,7 @@ def _allow_large_clusters(function: Any) -> None:
 
 
 def check_arguments(compiled: CompiledKernel, args: tuple[Argument, ...]) -> None:
-    """Raises LaunchError if number or sizes differ from the parameters in the cubin.
+    """Raises LaunchError unless `args` match the parameters in the cubin in number and sizes.
 
     The driver does not check them: a mismatch would corrupt memory silently.
     """
@@ -158,8 +158,8 @@ def by_value(value: Argument) -> Argument:
     """`value`, a NumPy scalar or an array of one element, as a reusable launch argument.
 
     CuPy wraps every argument of every launch in a separate object, which for a struct takes as
-    long as the launch itself; an object made here is passed as it is. With an active backend,
-    `value` is returned unchanged.
+    long as the launch itself; the object returned here is passed without wrapping. With an active
+    backend, `value` is returned unchanged.
     """
     wrapper = None if backend.active is not None else _by_value_type()
     if wrapper is None or type(value) is wrapper:
@@ -225,8 +225,8 @@ def _wrapped(wrapper: Any, value: Any) -> Argument:
 
 
 def bytes_by_value(storage: Any, address: int, nbytes: int) -> Argument | None:
-    """The `nbytes` at `address`, owned by `storage`, as a reusable launch argument like those of
-    `by_value`. None if CuPy has no class for them."""
+    """The `nbytes` at `address`, owned by `storage`, as a reusable launch argument like the
+    results of `by_value`. None if CuPy has no `CPointer` class."""
     wrapper = _by_value_type()
     if wrapper is None:
         return None
@@ -253,7 +253,7 @@ def _by_value_type() -> Any:
         return None
 
     class ByValue(CPointer):  # type: ignore[misc]
-        __slots__ = ("nbytes", "storage")  # set after construction: no method in Python
+        __slots__ = ("nbytes", "storage")  # set after construction: faster than an __init__
 
     return ByValue
 
@@ -262,8 +262,8 @@ class Launch:
     """A prepared launch: everything that depends only on the description of the arguments.
 
     Call it with the arrays; the kernel's arguments are the arrays, `scalars` and the call's `then`,
-    in this order. The argument list is checked on the first call only: a launcher passes the same
-    types for all arrays of one description.
+    in this order. The argument list is checked on the first call only: every call passes
+    arguments of the same types.
 
     dependent: use programmatic dependent launch on GPUs that support it; the kernel itself waits
     for the previous launch (:class:`~cukit.core.dependent_launch.DependentFunction`).
@@ -333,13 +333,14 @@ def launch_plan(
     plan: Callable[..., Any] | None = None,
     shorten: Callable[[tuple[Any, ...]], Hashable] | None = None,
 ) -> Callable[..., Any]:
-    """Memoises `prepare(*args)` by device and description (shape, strides, dtype) of its arrays.
+    """Memoises `prepare(*args)` by device, the description of each array (shape, strides, dtype,
+    address modulo 16, device; see `describe`) and the other arguments.
 
-    Checks, plan, kernel look-up and scalars of an op run once per description; a repeated call
-    costs one dictionary look-up. `prepare` must neither keep the arrays nor read their contents.
-    `.forget()` of the result clears the memo, `.__wrapped__` is the function without it.
+    An op's checks, plan, kernel look-up and packing of scalars run once per description; a repeated
+    call costs one dictionary look-up. `prepare` must neither keep the arrays nor read their
+    contents. `.forget()` of the result clears the memo; `.__wrapped__` is the unmemoised function.
 
-    plan, shorten: for calls whose lengths change from call to call. `plan(*args)` checks a call and
+    plan, shorten: for ops whose lengths vary between calls. `plan(*args)` checks a call and
     computes what does not depend on lengths; its result is the first argument of `prepare`, before
     `args`, and is memoised by `shorten(key)`: the key of the call (the device, then `describe` of
     the arguments) without lengths. Calls with the same shortened key must pass the same checks.

@@ -12,7 +12,7 @@ from cukit.core.arrays import Array, address_of
 from cukit.errors import ArrayLayoutError
 
 _MAX_WORK = 10_000
-"""Effort limit of NumPy's exact test for strided arrays; beyond it an overlap is assumed."""
+"""`max_work` of `numpy.shares_memory` for strided arrays; beyond it an overlap is assumed."""
 
 
 def check_overlap(

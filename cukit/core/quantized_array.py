@@ -164,8 +164,8 @@ class QuantizedArray:
 
         x: float32|float16|bfloat16 [..., n], any layout. Overflow and infinities saturate to the
             largest finite value; NaN stays NaN in float8 and becomes 0 in integers.
-        Other arguments as for the class; without scales, x itself is rounded. A scale of 0 is
-        treated as 1. `quantize` also computes the scales.
+        Other arguments as for the class; without scales, x itself is rounded. A scale below 2^-126
+        in magnitude, such as 0, is treated as 1. `quantize` also computes the scales.
         """
         array: QuantizedArray = _conversions["encode"](
             x, dtype, scales, zero_points, axis, group_size
@@ -235,7 +235,8 @@ class QuantizedArray:
     def __getitem__(self, index: int | slice) -> QuantizedArray:
         """Indexes the first axis without a copy (requires at least two axes).
 
-        A slice that spans several groups of the first axis must start at a group boundary.
+        A slice that spans several groups of the first axis must start at a group boundary and have
+        step 1.
         """
         if self.ndim < 2:
             raise ArrayShapeError(f"{_NAME}: arrays of one axis cannot be indexed; use decode()")

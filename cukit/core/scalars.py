@@ -76,8 +76,8 @@ def check_scalar(
     """Raises ConfigError or ArrayError unless `value` is a Python or NumPy number, or a 0-d float32
     array; in host memory also float64.
 
-    finite: of numbers; contents of arrays are not checked. shape: if not (), only arrays of this
-    shape are allowed.
+    finite: whether a number must be finite; the contents of arrays are not checked. shape: if not
+    (), only arrays of this shape are allowed.
     """
     if isinstance(value, numbers.Real) and shape == ():
         (check_number if finite else check_real)(op, name, value)
@@ -86,7 +86,7 @@ def check_scalar(
 
 
 def scalar_dtypes(value: Array) -> tuple[np.dtype[Any], ...]:
-    """The dtypes of an array that stands for a number, or for one number per row."""
+    """The dtypes allowed for an array in place of a number, or with one number per row."""
     return (float32,) if is_gpu_array(value) else (float32, float64)
 
 

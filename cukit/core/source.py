@@ -45,7 +45,7 @@ def include_closure(source: str) -> tuple[str, ...]:
 
 
 def _resolve(include: str, including: str) -> str:
-    """Relative to the including file first, then to the root, as the compiler does."""
+    """The included file: relative to `including` first, then to the root, as in the compiler."""
     beside = Path(including).parent / include
     return beside.as_posix() if (kernels_root() / beside).is_file() else include
 

@@ -1,4 +1,4 @@
-"""TMA descriptors (tensor maps), which describe a tensor and its tiles to TMA on Hopper."""
+"""TMA descriptors (tensor maps), which describe a tensor and its tiles to the TMA unit (sm_90)."""
 
 from __future__ import annotations
 
@@ -229,11 +229,11 @@ _WORDS = [struct.Struct(f"{count}Q") for count in range(_MAX_AXES + 1)]
 
 @functools.lru_cache(maxsize=_MAX_MAPS)
 def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> _Layout:
-    """Cached, because several arrays of a call have one layout: keys and values, queries and their
-    gradient. Axes of one element get a stride that the driver accepts."""
+    """Cached, because several arrays of a call have the same layout: keys and values, queries and
+    their gradient. Axes of one element get a stride that the driver accepts."""
     axes = len(shape)
     if not 2 <= axes <= _MAX_AXES:
-        raise ArrayShapeError(f"encode_tensor_map: 2 to 5 axes, got shape {shape}")
+        raise ArrayShapeError(f"encode_tensor_map: expected 2 to 5 axes, got shape {shape}")
     if strides[-1] != itemsize:
         raise ArrayLayoutError(
             f"encode_tensor_map: the last axis must be contiguous, got strides {strides}"

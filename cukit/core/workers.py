@@ -96,7 +96,7 @@ def end_with_parent(parent: int) -> None:
 @contextmanager
 def _sigint_blocked() -> Iterator[None]:
     """Processes started within the block ignore Ctrl-C; their parent ends them."""
-    # Starting the resource tracker unblocks SIGINT, so start it before the first process does.
+    # Starting the resource tracker unblocks SIGINT, so it is started before SIGINT is blocked.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

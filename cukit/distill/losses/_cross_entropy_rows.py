@@ -115,7 +115,7 @@ def prepare_phase(
     transform: bool,
     ignore_index: int,
 ) -> Launch:
-    """`prepare_rows` for one phase over this process's shard of the rows; see row_shard.cuh."""
+    """`prepare_rows` for one phase over this process's shard of each row; see row_shard.cuh."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     sizes = (logits.shape[-1], logits.strides[0] // logits.itemsize)
     grad = logits if phase == 3 else None

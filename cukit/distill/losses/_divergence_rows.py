@@ -73,8 +73,8 @@ def plan_divergence(
 ) -> DivergenceConfig:
     """The configuration of a launch.
 
-    Both rows are swept twice, for their softmax statistics and then for loss and gradient, or three
-    times if the gradient needs a sum that depends on the statistics.
+    The forward KL sweeps both rows twice: for their softmax statistics, then for loss and gradient.
+    The gradient of the other divergences needs a sum that depends on the statistics: a third sweep.
 
     phase: 0 for whole rows, else a phase over sharded rows: a single sweep without caching.
     choice: overrides `cluster`, `cached`, `threads` of :func:`split_vocabulary`, for tuning.
@@ -138,7 +138,7 @@ def prepare_phase(
     transform: bool,
     ignore_index: int,
 ) -> Launch:
-    """`prepare_rows` for one phase over this process's shard of the rows; see row_shard.cuh."""
+    """`prepare_rows` for one phase over this process's shard of each row; see row_shard.cuh."""
     rows = RowOptions(targets, ignore_index=ignore_index)
     stride = student_logits.strides[0] // student_logits.itemsize
     grad = student_logits if phase == 3 else None

@@ -64,11 +64,12 @@ def plan_linear_loss(
 
     The GEMM for the weight's gradient has k = chunk_tokens, the one for the logits k = hidden_size:
     neither k is small. A chunk of logits takes about as much memory as the weight, and grad_weight
-    is rounded to its dtype once per chunk, a few times in all. If hidden_size is small, the
-    gradient of a chunk's hidden states has too few tiles for the GPU; chunks are then larger, as
-    long as their logits take at most 512 MiB.
+    is rounded to its dtype once per chunk, a few times in all. If hidden_size is small, the GEMM
+    for the gradient of a chunk's hidden states has too few tiles to fill the GPU; chunks are then
+    larger, as long as their logits take at most 512 MiB.
 
-    row_bytes: bytes of a row of logits. most: maximum tokens per chunk; None: no limit.
+    row_bytes: bytes of a row of logits. chunk_tokens: replaces the size chosen here. most: maximum
+    tokens per chunk; None: no limit.
     """
     if chunk_tokens is None:
         preferred = min(max(hidden_size, _MIN_TOKENS), _MAX_TOKENS)
@@ -110,7 +111,7 @@ class Head(NamedTuple):
             )
 
     def flat(self, columns: int) -> Head:
-        """This head with hidden [rows, hidden_size] and the first `columns` of the vocabulary."""
+        """This head with hidden [rows, hidden_size] and the vocabulary's first `columns` tokens."""
         bias = None if self.bias is None else self.bias[:columns]
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         return Head(hidden, self.weight[:columns], bias)
@@ -143,8 +144,8 @@ class HeadOptions(NamedTuple):
         return self._replace(grad_weight=grad_weight, grad_bias=grad_bias)
 
     def check(self, op: str, head: Head) -> None:
-        """Raises unless the gradients have their parameter's shape and an allowed dtype, and the
-        sizes are in range.
+        """Raises ArrayError unless the gradients have their parameter's shape and an allowed dtype,
+        and ConfigError unless the sizes are in range.
 
         grad_weight: dtype of the weight or float32. grad_bias: float32, or float64 for a float64
         bias.
@@ -251,10 +252,10 @@ def linear_result(losses: Losses, gradients: HeadGradients, hidden: Array) -> Li
 
 
 def exact_scale(dtype: Any, divisor: float, tokens: int, divisor_on_gpu: bool) -> float:
-    """The scale of gradients of logits until the GEMMs consume them: 1 except for FP16.
+    """The scale of gradients of logits until the GEMMs consume them: 1 except for float16.
 
-    In FP16, gradients divided by a large token count would underflow. Their scale is a power of two
-    near the divisor, and the GEMMs that consume them undo it exactly.
+    In float16, gradients divided by a large token count would underflow. Their scale is a power of
+    two near the divisor, and the GEMMs that consume them undo it exactly.
     """
     if dtype != float16:
         return 1.0

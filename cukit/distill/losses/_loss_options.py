@@ -43,8 +43,8 @@ _STRUCTS = parameter_structs("distill/parameters.cuh")
 
 
 class LossOptions(NamedTuple):
-    """soft_weight * divergence at a temperature + hard_weight * cross-entropy, of scaled and
-    capped logits."""
+    """Options of the loss soft_weight * divergence + hard_weight * cross-entropy on scaled and
+    capped logits. The temperature applies to the divergence only."""
 
     divergence: str = "forward_kl"
     beta: float = 0.5
@@ -73,7 +73,8 @@ class LossOptions(NamedTuple):
 
     def check(self, op: str, targets: Array | None) -> LossOptions:
         """Raises ConfigError for a value outside its range; returns the options, in which a
-        divergence at a limit of `beta` is replaced by the KL divergence it equals."""
+        skewed divergence with `beta` 0 is replaced by the KL divergence that it equals, and the JSD
+        with `beta` 0 or 1, which would be 0, by the limit of jsd / beta or jsd / (1 - beta)."""
         check_choice(op, "divergence", self.divergence, DIVERGENCES)
         check_flag(op, "scale_by_temperature_squared", self.scale_by_temperature_squared)
         check_number(op, "temperature", self.temperature, above=0)
@@ -198,7 +199,8 @@ def part_of(array: Array | None, rows: slice) -> Array | None:
 def common_vocabulary(op: str, vocab_size: int | None, **sizes: int) -> int:
     """The number of columns in use, given those of each argument.
 
-    Raises ArrayShapeError if arguments differ without `vocab_size`, or one has fewer columns.
+    Raises ArrayShapeError if the sizes differ and `vocab_size` is None, or if `vocab_size` exceeds
+    one of them.
     """
     fewest = min(sizes.values())
     if vocab_size is None and len(set(sizes.values())) > 1:

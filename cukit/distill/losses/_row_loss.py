@@ -28,7 +28,8 @@ _TOTAL_THREADS = 1024
 
 
 def row_access_width(*arrays: Array | None, strides: tuple[int, int] = (0, 0)) -> int:
-    """Elements per vector access. Only base addresses matter: kernels round row starts down.
+    """Elements per vector access. Only base addresses must be aligned: in an unaligned row, kernels
+    access the elements before the first and after the last aligned vector one by one.
 
     strides: of the student's and the teacher's rows; a row must have the same misalignment in both.
     """
@@ -41,8 +42,8 @@ class VocabularySplit:
     """The split of one row of logits over threads and blocks.
 
     cluster: thread blocks that share a row.
-    cached: accesses that a thread keeps in shared memory for the second sweep; the others are read
-        again, from L2 while few rows are in flight.
+    cached: vectors that a thread keeps in shared memory for the second sweep; the others are read
+        again, from L2 if few rows are in flight.
     """
 
     threads: int
@@ -76,12 +77,13 @@ def split_vocabulary(
 ) -> VocabularySplit:
     """The split for rows of `vocab_size` columns of `num_tensors` tensors.
 
-    cluster, cached, threads: None: chosen here.
+    cluster, cached, threads: override the choice made here.
     reserved: bytes of shared memory that a block needs for other purposes.
 
     Three blocks per SM overlap one block's loads with another's arithmetic, so each may use a third
-    of the shared memory. A row is split over the fewest blocks, up to eight, that can cache it;
-    otherwise blocks are larger, cache what fits and read the rest again.
+    of the shared memory. On compute capability 9.x and 10.x, a row is split over a cluster of the
+    fewest blocks, up to eight, that can cache it. Blocks that cannot cache their part are larger,
+    cache the vectors that fit and read the others again.
     """
     vecs = -(-vocab_size // vec)
     vec_bytes = vec * itemsize * num_tensors
@@ -102,8 +104,8 @@ def split_vocabulary(
 
 
 def _share_of_shared_memory(device: Device, blocks: int) -> int:
-    """Dynamic shared memory of each of `blocks` blocks, less 2 KiB static and 1 KiB reserved by
-    the system."""
+    """Bytes of dynamic shared memory of each of `blocks` blocks per SM, after 2 KiB of static
+    shared memory and 1 KiB reserved by the system."""
     share = device.shared_bytes_per_sm // blocks - 3 * KIB
     return min(share, device.shared_bytes_per_block - 2 * KIB)
 
@@ -148,13 +150,13 @@ def _prepare_count(targets: Array | None, token_weights: Array | None) -> Launch
 
 
 def count_spec(index_dtype: str) -> KernelSpec:
-    """The kernel that counts the rows of a mean."""
+    """The kernel of a mean's divisor: the number of kept rows, or the sum of their weights."""
     defines = (("ID", index_dtype), ("THREADS", _TOTAL_THREADS))
     return KernelSpec("distill/count_kept.cu", "count_kept", defines, _TOTAL_THREADS)
 
 
 class Losses(NamedTuple):
-    """float32: 0-d, or [rows] where the reduction is "none"."""
+    """Losses in float32: 0-d, or [rows] if the reduction is "none"."""
 
     loss: Array
     """soft_weight * soft + hard_weight * hard."""

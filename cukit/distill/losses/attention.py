@@ -1,4 +1,5 @@
-"""Attention distillation: a student's attention, its divergence from a teacher's, relations."""
+"""Attention distillation: a student's attention with its divergence from a teacher's, and the
+divergence between both models' relations of positions (MiniLM)."""
 
 from __future__ import annotations
 
@@ -68,9 +69,10 @@ def distillation_attention(
         out = softmax(scale_s q_s k_s^T) v_s
         loss = KL(softmax(scale_t q_t k_t^T / T) || softmax(scale_s q_s k_s^T / T))
 
-    At T = 1 and without `precise`, Hopper computes both in one pass over the student's scores where
-    no head_dim exceeds 128. Otherwise the student's attention runs first, and at T = 1 the
-    divergence reuses its log-sum-exps. The teacher's are reused if `v_t` or `lse_t` is given.
+    At T = 1 and without `precise`, Hopper computes both in one pass over the student's scores if no
+    head_dim exceeds 128. Otherwise the student's attention runs first, and at T = 1 the divergence
+    reuses its log-sum-exps. The teacher's log-sum-exps are not recomputed if `lse_t` is given or,
+    at T = 1, `v_t`.
 
     Args:
         q_t: the teacher's queries, [batch, seq_len_q, num_heads_t, head_dim_t].
@@ -222,14 +224,15 @@ def relation_kl(
         x_s: the student's, [batch, seq_len, num_heads_s, head_dim_s]; dtype of x_t.
         relation_heads: number of heads into which the columns of both models are regrouped
             (MiniLMv2). It divides num_heads * head_dim of both; on the GPU a head has at most 256
-            columns. None: each model's own heads, of which both must have the same number.
+            columns. None: the models' own heads; both models must have the same number.
         causal, window_size, temperature, row_weights: as in attention_kl.
         reduction, normalizer, precise: as in attention_kl.
         return_grad: also return the gradient of x_s.
         grad_loss, deterministic: as in attention_kl_backward.
 
     Returns:
-        The loss; with `return_grad`, `(loss, grad_x_s)`, the latter C-contiguous like x_s.
+        The loss; with `return_grad`, `(loss, grad_x_s)`, where grad_x_s has the shape and dtype of
+        x_s and is C-contiguous.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.

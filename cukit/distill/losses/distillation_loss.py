@@ -68,8 +68,8 @@ def distillation_loss(
     ===================  ========================================================================
     forward_kl           KL(p, q): covers every token that is likely for the teacher
     reverse_kl           KL(q, p): avoids tokens that are unlikely for the teacher
-    jsd                  beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q; the forward
-                         KL at beta = 0, the reverse KL at 1
+    jsd                  beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q; replaced
+                         by the forward KL at beta = 0, by the reverse KL at beta = 1
     skewed_forward_kl    KL(p, m), m = beta p + (1 - beta) q
     skewed_reverse_kl    KL(q, m), m = (1 - beta) p + beta q
     total_variation      sum |p - q| / 2
@@ -89,7 +89,7 @@ def distillation_loss(
         scale_by_temperature_squared: multiply the divergence and its gradient by T^2 (Hinton et
             al., arXiv:1503.02531).
         soft_weight, hard_weight: weights of divergence and cross-entropy.
-        targets: int32|int64 [...], the rows' classes; needed for `hard_weight`. Rows whose target
+        targets: int32|int64 [...], the rows' classes; needed if hard_weight != 0. Rows whose target
             is `ignore_index` have zero loss and gradient, as do rows in which all logits of either
             model are -inf.
         token_weights: float32 [...], 0 or more: the weight of each row's loss.
@@ -111,7 +111,8 @@ def distillation_loss(
 
     Returns:
         The loss, float32 0-d ([rows] for "none"); with `return_grad`, `(loss, grad_logits)`. The
-        reverse KL of a row is infinite, its gradient NaN, where the teacher alone masks a token.
+        reverse KL of a row is infinite, and its gradient NaN, if the teacher masks a token (logit
+        -inf) that the student does not mask.
 
     Raises:
         ArrayError: invalid dtype, shape, layout or device; vocabularies of different sizes.
@@ -218,7 +219,7 @@ def _check(
 
 
 def _specs(device: Device) -> list[KernelSpec]:
-    """The JSD for all representative rows, the others for one; the forward KL: kl_divergence."""
+    """The JSD for all representative rows, the others for one; kl_divergence has the forward KL."""
     rows = [
         spec
         for name in DIVERGENCES[1:]

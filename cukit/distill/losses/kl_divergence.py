@@ -100,7 +100,8 @@ def kl_divergence_backward(
     normalizer: Any = None,
     inplace: bool = False,
 ) -> Array:
-    """Gradient of :func:`kl_divergence`: `(q - p) / T * grad_loss / normalizer` (times T^2 if on).
+    """Gradient of :func:`kl_divergence`: `(q - p) / T * grad_loss / normalizer`, times T^2 with
+    `scale_by_temperature_squared`.
 
     Args:
         grad_loss: gradient of the loss: a number or float32 0-d array ([rows] for "none").

@@ -71,11 +71,11 @@ def linear_distillation_loss(
     Args:
         hidden: float32|float16|bfloat16 [..., hidden_size], C-contiguous; leading axes index rows.
         weight: dtype of `hidden`, [vocab_size, hidden_size].
-        teacher_hidden: dtype of `hidden`, as many rows, [..., teacher_hidden_size].
+        teacher_hidden: dtype and number of rows of `hidden`, [..., teacher_hidden_size].
         teacher_weight: dtype of `hidden`, [vocab_size, teacher_hidden_size].
         bias, teacher_bias: dtype of `hidden`, [vocab_size]. Each costs a pass over the logits, as
             does the gradient of `bias`.
-        targets: int32|int64 [...], the rows' classes; needed for `hard_weight`. Rows whose target
+        targets: int32|int64 [...], the rows' classes; needed if hard_weight != 0. Rows whose target
             is `ignore_index` have zero loss and gradient.
         vocab_size: number of leading rows of both weights in use; the others are padding and get
             zero gradient. Needed if the weights have different numbers of rows.

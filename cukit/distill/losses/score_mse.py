@@ -1,4 +1,5 @@
-"""Mean squared error between two models' raw attention scores, in time linear in the keys."""
+"""Mean squared error between two models' raw attention scores, in time linear in the number of
+keys."""
 
 from __future__ import annotations
 
@@ -33,11 +34,11 @@ def attention_score_mse(
 
         row(b, h, i) = mean over unmasked keys j of (scale_t q_t k_t - scale_s q_s k_s)^2
 
-    and the mean over rows. The difference of two scores is a dot product of longer vectors,
+    averaged over rows. The difference of two scores is a dot product of longer vectors,
     x_i y_j with x = [scale_t q_t, -scale_s q_s] and y = [k_t, k_s]. The sum over keys is then the
     quadratic form x_i^T (sum_j y_j y_j^T) x_i: matrix products in float32, O(seq_len d^2), without
-    forming the scores. With a causal mask the quadratic form covers the keys that are unmasked for
-    all of a block of 256 queries.
+    forming the scores. With a causal mask, the quadratic form covers the keys that are unmasked for
+    all queries of a block of 256; the scores of the block's partly masked keys are formed.
 
     Args:
         q_t: the teacher's queries, float16|bfloat16|float32|float64
@@ -51,7 +52,7 @@ def attention_score_mse(
         grad_loss: upstream gradient, a number.
 
     Returns:
-        The loss, float32 0-d (float64 of float64 inputs); with `return_grad`,
+        The loss, float32 0-d (float64 for float64 inputs); with `return_grad`,
         `(loss, grad_q_s, grad_k_s)`.
 
     Raises:

@@ -2,8 +2,8 @@
 
 Each process holds some rows of the heads' weights and computes the corresponding columns of the
 logits. Processes exchange a few floats per row: the softmax statistics of both distributions, a
-moment, the target's logit. Gradients of the weights stay with the weights; those of the hidden
-states are summed in float32.
+moment, the target's logit. Each process computes the gradient of its own weights; the gradients of
+the hidden states are summed over processes in float32.
 
 Per chunk of rows (`|` separates concurrent launches and collectives):
 
@@ -14,6 +14,9 @@ Per chunk of rows (`|` separates concurrent launches and collectives):
     gradient of the second half
     grad_hidden                                  a GEMM
     grad_weight                      |   all-reduce grad_hidden
+
+Divergences other than the forward KL also all-reduce two floats per row, in a phase between
+statistics and gradient.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from cukit.reference.losses import LinearCrossEntropyResult, LinearKlResult
 
 _ALIGNMENT = 8
 _STATE_FLOATS = 12
-"""Per row and process, see kernels_cu/distill/row_shard.cuh."""
+"""Floats of softmax statistics per row and process, see kernels_cu/distill/row_shard.cuh."""
 _FEWEST_ROWS = 128
 """Minimum rows of half a chunk: a smaller chunk is not split."""
 
@@ -66,7 +69,7 @@ class VocabularyShard:
         vocab_size: of the whole vocabulary, without padding.
 
     Raises:
-        ConfigError: there are more processes than tokens.
+        ConfigError: there are too few tokens for each process to have at least one.
     """
 
     communicator: Communicator
@@ -86,7 +89,8 @@ class VocabularyShard:
 
     @property
     def share(self) -> int:
-        """Tokens per process, fewer on the last; if possible a multiple of a vector access."""
+        """Tokens per process, fewer on the last; a multiple of 8, for vector accesses, if that
+        leaves at least one token for the last process."""
         count = self.communicator.size
         share = -(-self.vocab_size // count)
         aligned = -(-share // _ALIGNMENT) * _ALIGNMENT
@@ -163,10 +167,10 @@ def vocabulary_parallel_distillation_loss(
         ArrayError, ConfigError: as :func:`linear_distillation_loss`; a weight whose number of rows
             is not `shard.size`.
 
-    Every process must call this in the same order. Per row, each process sends 48 bytes (8 more
-    if the gradient needs a sum over the row: all divergences but the forward KL) and its float32
-    gradient, overlapped with kernels and GEMMs, without synchronising with the GPU. On the CPU the
-    weights are gathered and every process computes the whole loss.
+    All processes must make these calls in the same order. Per row, each process sends 48 bytes (8
+    more if the gradient needs a sum over the row: all divergences but the forward KL) and its
+    float32 gradient of `hidden`, overlapped with kernels and GEMMs, without synchronising with the
+    GPU. On the CPU the weights are gathered and every process computes the whole loss.
     """
     op = "vocabulary_parallel_distillation_loss"
     student, teacher = (

@@ -55,8 +55,8 @@ class TableCache:
         key: Hashable,
         grouped: Callable[[], Mapping[KernelSpec, Sequence[tuple[Array, ...]]]],
     ) -> list[tuple[KernelSpec, TensorTable]]:
-        """The tables of `key`. If new, `grouped` returns the arrays of each tensor by variant, as
-        for :func:`build_table`, after checking them."""
+        """The tables of `key`. If `key` is new, `grouped` returns the arrays of each tensor by
+        variant, as for :func:`build_table`, after checking them."""
         tables = self._tables.get(key)
         if tables is None:
             tables = [(spec, build_table(rows)) for spec, rows in grouped().items()]

@@ -46,7 +46,7 @@ _OP = "adamw"
 class AdamWState:
     """Master copy and moments of each parameter, float32 (float64 for float64 parameters).
 
-    A float32 parameter is its own master: `master[i] is params[i]`.
+    A float32 or float64 parameter is its own master: `master[i] is params[i]`.
     """
 
     master: list[Array]

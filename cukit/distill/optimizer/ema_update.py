@@ -1,4 +1,4 @@
-"""Exponential moving averages of many tensors in one launch."""
+"""Exponential moving averages of many tensors per launch."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def ema_update(
     decay: float,
     copies: Sequence[Array] | None = None,
 ) -> None:
-    """`average += (1 - decay) (value - average)` for many tensors, in place, in one launch.
+    """`average += (1 - decay) (value - average)` in place; many tensors per launch.
 
     Args:
         averages: float32 arrays [...], C-contiguous; also float64 on the CPU.
-        values: as many, of the same shapes; float32|float16|bfloat16.
+        values: one per average, of the same shape; float32|float16|bfloat16.
         decay: 0..1. 0 copies the values.
-        copies: as many, of the same shapes; float32|float16|bfloat16: receive the averages,
-            rounded, as a model's parameters.
+        copies: one per average, of the same shape; float32|float16|bfloat16: set to the rounded
+            averages, for example a model's parameters.
 
     Returns:
         Nothing.
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
-        ConfigError: decay.
+        ConfigError: decay outside 0..1.
 
     One launch for each combination of dtypes. The table of addresses on the GPU is cached for later
     calls with the same arrays. Runs on CuPy's current stream; deterministic.

@@ -41,7 +41,7 @@ def global_norm(grads: Sequence[Array]) -> Array:
         float32 0-d array (float64 for float64 arrays), on the device of `grads`.
 
     Raises:
-        ArrayError: no array, or dtype, layout or device of one.
+        ArrayError: `grads` is empty, or an array has an invalid dtype, layout or device.
 
     Two launches, one more for each further dtype, without synchronising. Deterministic: sums in a
     fixed order, in float32.

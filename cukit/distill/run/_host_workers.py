@@ -37,8 +37,8 @@ def keep_freed_memory() -> None:
     """Make glibc keep freed memory instead of returning it to the system.
 
     Every step allocates arrays of the same sizes. By default glibc unmaps a large array when it is
-    freed, so the next step gets new pages, and a page fault per 4 KB costs more than the arithmetic
-    on them. Does nothing without glibc.
+    freed, so the next step gets new pages, and the page fault for each 4 KiB costs more than the
+    arithmetic on the page. Does nothing without glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

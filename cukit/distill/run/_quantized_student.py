@@ -28,7 +28,7 @@ class QuantizedEvaluation:
     """The distilled student with the matrices of its layers in one format.
 
     weight_bytes: size of those matrices, including scales and zero points.
-    bits_per_weight: the same per weight.
+    bits_per_weight: this size in bits, divided by the number of weights.
     """
 
     format: str

@@ -30,7 +30,7 @@ CHECKPOINT = "checkpoint.safetensors"
 REPORT = "report.json"
 
 _MOMENT_BYTES = 12
-"""AdamW state per parameter: master copy and two moments, float32."""
+"""Bytes of AdamW state per parameter: master copy and two moments in float32."""
 
 
 def model_file(folder: Path, phase: str) -> Path:

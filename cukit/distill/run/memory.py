@@ -21,7 +21,7 @@ class RunMemory:
         pool: one of POOLS; ignored on the CPU.
 
     Raises:
-        ConfigError: pool.
+        ConfigError: `pool` is not one of POOLS.
     """
 
     def __init__(self, xp: ModuleType, pool: str = POOLS[0]) -> None:

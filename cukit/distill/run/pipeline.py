@@ -73,11 +73,11 @@ class DistillRun:
         output: the folder that `start_run` prepared, or one with a run to resume.
         observer: receives the events of the run.
         pool: the memory pool on a GPU, one of `cukit.distill.run.memory.POOLS`.
-        quantize: formats to evaluate the distilled student's weights in, of
-            `_quantized_student.FORMATS`.
+        quantize: names of weight formats (`_quantized_student.FORMATS`) in which the distilled
+            student is also evaluated.
 
     Raises:
-        ConfigError: `pool`, `quantize`.
+        ConfigError: an invalid `pool` or `quantize`.
         DataError: the training or validation text is too short for one window.
     """
 
@@ -315,8 +315,8 @@ class DistillRun:
 
 
 class _Clock:
-    """Adds training time, without that of saving checkpoints, and the tokens trained in it to a
-    record."""
+    """Adds to a record the training time, without the time for saving checkpoints, and the number
+    of tokens processed in it."""
 
     def __init__(self, trainer: Trainer, record: TrainingRecord) -> None:
         self._trainer, self._record = trainer, record

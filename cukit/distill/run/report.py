@@ -46,7 +46,8 @@ class TrainingRecord:
     steps: int = 0
     tokens: int = 0
     timed_tokens: int = 0
-    """Tokens processed in `seconds`, without the first step after each start, which compiles."""
+    """Tokens processed in `seconds`, without the first step after each start, in which kernels
+    are compiled."""
     seconds: float = 0.0
     history: list[tuple[int, float]] = field(default_factory=list)
     """(step, loss) at about a hundred steps, up to the last checkpoint."""
@@ -72,11 +73,11 @@ class DistillReport:
     pool: PoolStatistics | None = None
     """Statistics of the run's own memory pool, if it had one."""
     quantized: list[QuantizedEvaluation] = field(default_factory=list)
-    """The distilled student in the requested formats."""
+    """The distilled student with its weights in the requested formats."""
 
     @property
     def gain(self) -> Gain:
-        """How much better the distilled student is than the one alone."""
+        """Bits per byte that the distilled student saves over the student trained alone."""
         return gain_of(self.evaluations["student"], self.evaluations["student-alone"])
 
     @property

@@ -47,7 +47,7 @@ class DistillSettings:
     tie_embeddings: bool
     temperature: float
     alpha: float
-    """Weight of the soft loss; cross-entropy has 1 - alpha."""
+    """Weight of the soft loss; the cross-entropy has weight 1 - alpha."""
     hidden_weight: float
     """Weight of the hidden-state term; 0 for none."""
     attention_weight: float
@@ -147,7 +147,8 @@ class DistillSettings:
         ]
 
     def with_options(self, **options: Any) -> DistillSettings:
-        """A copy with every option that is not None; workers are limited to the batch size."""
+        """A copy with every option that is not None. With a new `batch` but no new `workers`,
+        the workers are limited to the batch size."""
         given = {name: value for name, value in options.items() if value is not None}
         if "workers" not in given and isinstance(given.get("batch"), int):
             given["workers"] = max(1, min(self.workers, given["batch"]))
@@ -202,8 +203,8 @@ DEFAULTS: dict[str, DistillSettings] = {
         checkpoint_every=100,
         eval_windows=256,
     ),
-    # One data-centre GPU, a few minutes. The teacher reads hardly any text twice; the student is
-    # too small to match it.
+    # One data-centre GPU, a few minutes. The teacher reads 39 MB: less than one pass over
+    # MAX_TEXT bytes (data.py). The student is too small to match the teacher.
     "gpu": DistillSettings(
         device="gpu",
         dtype="bfloat16",

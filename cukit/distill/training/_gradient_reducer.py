@@ -23,14 +23,15 @@ class _Bucket:
 class GradientReducer:
     """Reduces gradients bucket by bucket, each as soon as the backward pass has filled it.
 
-    Gradients are stored in one flat array, in the order of the forward pass, so a bucket is a slice
-    and nothing is copied. Buckets are formed from the end, where the backward pass starts. On a GPU
-    they are summed on a separate stream, concurrently with the backward pass.
+    Gradients are stored in one flat array, the matrices in the order of the forward pass, so a
+    bucket is a slice and nothing is copied. Buckets are formed from the last matrix to the first,
+    the order in which the backward pass completes them. On a GPU they are summed on a separate
+    stream, concurrently with the backward pass.
 
     Args:
         communicator: the processes.
         gradients: of all trained parameters; the first, the model's, reports completed gradients.
-        bucket_bytes: minimum size of a bucket, except the last.
+        bucket_bytes: minimum size of a bucket of matrices, except the last.
     """
 
     def __init__(

@@ -11,12 +11,13 @@ from cukit.errors import DataError
 
 
 def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:
-    """Save parameters, optimizer state and position of `trainer`, and `extra` with them.
+    """Save parameters, optimiser state and position of `trainer`, and `extra` with them.
 
-    The position is only the step: batches and schedules are functions of it (and of the seed,
-    which is part of the settings). The model in the file can be read with `load_model`.
+    The position is only the step: batches and schedules are functions of the step (and of the seed,
+    which is not stored). The model in the file can be read with `load_model`.
 
-    With several processes, whose states are the same, rank 0 writes; all return once it has.
+    With several processes, whose states are the same, rank 0 writes the file; the function returns
+    on every process after the file is written.
     """
     communicator = trainer.communicator
     if communicator.rank:
@@ -34,8 +35,8 @@ def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:
 def restore_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:
     """Restore `trainer` to the saved state, bit for bit; returns the description.
 
-    Raises DataError if the file is absent, damaged or of a model of another shape; the trainer is
-    then unchanged.
+    Raises DataError if the file is missing or damaged, or contains a model of another shape; the
+    trainer is then unchanged.
     """
     arrays, description = read_arrays(path)
     if description.get("config") != trainer.objective.model.config.to_dict():

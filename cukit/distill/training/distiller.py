@@ -28,7 +28,7 @@ class Objective(Protocol):
     model: Transformer
 
     def trained(self) -> list[Parameters]:
-        """The parameters that the optimizer updates, the model's first."""
+        """The parameters that the optimiser updates, the model's first."""
         ...
 
     def loss_and_gradients(

@@ -34,7 +34,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Gain:
-    """Bits per byte that a model saves over another on the same text; negative: a loss."""
+    """Bits per byte that a model saves over another on the same text; negative if it needs more."""
 
     bits_per_byte: float
     low: float
@@ -92,8 +92,8 @@ FEWEST_WINDOWS = 8
 
 
 def _student_t(degrees: int) -> float:
-    """The 97.5% quantile (Cornish-Fisher; Abramowitz and Stegun, 26.7.5), accurate to 0.001 from 7
-    degrees of freedom on."""
+    """The 97.5% quantile of Student's t distribution (Cornish-Fisher; Abramowitz and Stegun,
+    26.7.5), accurate to 0.001 for 7 or more degrees of freedom."""
     z = 1.959964
     terms = (
         z,

@@ -24,8 +24,8 @@ class ExponentialAverage:
 
     Args:
         model: the model to average.
-        decay: 0..1, a number or a schedule over steps: `Constant`, or `WarmupDecay`, with which the
-            initial parameters are forgotten sooner.
+        decay: 0..1, a number or a schedule over steps: `Constant`, or `WarmupDecay`, whose smaller
+            values in the first steps reduce the weight of the initial parameters.
     """
 
     def __init__(self, model: Transformer, decay: float | Schedule = 0.999) -> None:
@@ -45,8 +45,8 @@ class ExponentialAverage:
         return self._average.flat
 
     def update(self, values: Sequence[Array], step: int) -> None:
-        """Move towards `values`: the parameters, or their float32 masters, as `Parameters.groups`
-        splits them. step: from 0."""
+        """Move the average towards `values`: the parameters, or their float32 masters, as
+        `Parameters.groups` splits them. step: from 0."""
         decay = self.decay(step)
         if not 0 <= decay <= 1:
             raise ConfigError(f"step {step}: decay must be in 0..1, got {decay}")

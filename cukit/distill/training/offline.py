@@ -52,7 +52,7 @@ class SignalWriter:
         temperature: T of the log-probabilities.
         vocab_size: of the teacher.
         batch, seq_len: shape of every batch.
-        batches_per_shard: batches per file, and the most that are lost if the process is killed.
+        batches_per_shard: batches per file. If the process is killed, at most this number is lost.
         dtype: "float32" or "float16", of the log-probabilities on disk.
         source: an identifier of the teacher.
 
@@ -61,7 +61,8 @@ class SignalWriter:
 
     Raises:
         ConfigError: an option outside its range.
-        DataError: the folder cannot be written to, or contains signals with other settings.
+        DataError: the folder cannot be written to, has another writer, or contains signals with
+            other settings.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class OfflineBatches:
     windows.
 
     Called with step and part it returns (tokens, targets, :class:`TeacherSignals`). Rank r of n
-    reads batch (step * accumulate + part) * n + r, or without `shared` batch
+    reads batch (step * accumulate + part) * n + r, or with shared=False batch
     step * accumulate + part; after the last batch, the first follows (the next epoch). A thread
     prefetches batches; on a GPU they are copied through pinned memory on a separate stream, so that
     a step waits for neither the disk nor the bus.
@@ -223,7 +224,8 @@ class OfflineBatches:
 
     Raises:
         ConfigError: an option outside its range.
-        DataError: the folder has no signals, or damaged ones (when they are read).
+        DataError: the folder has no signals, or fewer batches than ranks; when a batch is read: its
+            file is damaged.
     """
 
     def __init__(
@@ -342,8 +344,9 @@ def _to_host(
 class _ToGpu:
     """Copies batches to the GPU through pinned memory.
 
-    GPU arrays are allocated on the stream that will use them. The copy stream waits for the work
-    submitted to it before, so it never overwrites memory that a kernel still reads.
+    GPU arrays are allocated on the current stream, which will use them. Before each copy, the copy
+    stream waits for the work submitted to the current stream up to the allocation, so a copy never
+    overwrites memory that a kernel still reads.
     """
 
     def __init__(self, xp: ModuleType, slots: int) -> None:

@@ -1,7 +1,8 @@
 """Distillation losses on internal states: residual streams, queries, keys and values.
 
-A term reads the activations of both models and adds gradients at the student's layers, where they
-join its backward pass. A term is any object with the interface of `StateTerm`.
+A term reads the activations of both models and computes gradients with respect to states of the
+student's layers, which are added in the student's backward pass. A term is any object with the
+interface of `StateTerm`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class StateTerm(Protocol):
 
     Attributes:
         name: name of the term in the statistics; further terms of that name are numbered from 2.
-        parameters: trained parameters of its own, such as a projection, or None. The trainer
+        parameters: trained parameters of the term, such as a projection, or None. The trainer
             updates them like the student's and saves them in its checkpoints.
         weight: weight of the term in the total loss, by step.
     """
@@ -106,7 +107,8 @@ def _check_layers(
 
 
 class HiddenStateTerm:
-    """Error of projected student against teacher residual streams (FitNets), summed over the map.
+    """Error of the student's projected residual streams against the teacher's (FitNets), summed
+    over the mapped layers.
 
         a = h W^T;   "mse": mean (a - t)^2;   "cosine": mean over rows of 1 - a t / (|a| |t|)
         dL/dh = dL/da W,   dL/dW = (dL/da)^T h
@@ -184,7 +186,7 @@ class HiddenStateTerm:
 
 class AttentionTerm:
     """Divergence of the student's attention distributions (attention_kl) and relations
-    (relation_kl) from the teacher's, summed over the map; means over heads and tokens.
+    (relation_kl) from the teacher's, summed over the mapped layers, averaged over heads and tokens.
 
     Args:
         layer_map: student layer -> teacher layer, 1 .. num_layers.

@@ -325,7 +325,7 @@ def _add(totals: dict[str, Array], statistics: dict[str, Array]) -> None:
 
 @dataclass(frozen=True)
 class _Group:
-    """Flat parameters with one weight decay, their gradients and optimizer state."""
+    """Flat parameters that share a weight decay, their gradients and optimiser state."""
 
     params: Array
     grads: Array
