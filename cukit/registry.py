@@ -19,12 +19,13 @@ class Op:
     """One registered op.
 
     name: e.g. `"rms_norm_backward"`.
-    family: the package that defines it: layers, attention, gemm, distill, ...
+    family: the package that defines it: layers, attention, gemm, distill, ...; "user" for ops of
+        :func:`register_kernel`.
     function: the public function. Dispatches on the device of its arrays.
     reference: array code with the same semantics; fallback and test oracle. Takes arrays of any
         library that follows the array API standard.
     specs: representative kernel variants for a device, compiled by `cukit compile` and CI. Empty
-        for ops that call a vendor library.
+        for ops without kernels of their own.
     support: the architectures that have a kernel.
     """
 
@@ -41,7 +42,8 @@ class Op:
 
     @property
     def has_kernel(self) -> bool:
-        """False for ops that call a vendor library."""
+        """Whether the op has kernels of its own. False for ops that call a vendor library and for
+        user-defined ops."""
         return self.specs is not no_kernel
 
 
@@ -67,7 +69,10 @@ def register(
     specs: Callable[[Device], list[KernelSpec]] = no_kernel,
     support: Support = ANY_KERNEL,
 ) -> None:
-    """Registers an op when its module is imported. Raises ConfigError if the name is taken."""
+    """Registers an op; called when the op's module is imported.
+
+    Raises ConfigError if the name is taken.
+    """
     if name in _OPS:
         raise ConfigError(f"register: the op {name!r} exists already")
     _OPS[name] = Op(name, family, function, on_any_library(reference), specs, support)

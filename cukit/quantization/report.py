@@ -13,7 +13,8 @@ from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayError, ArrayLayoutError
 
 _CHUNK = 1 << 26
-"""Values compared at a time; the comparison needs three float32 copies of them."""
+"""Values compared at a time. The temporary arrays are several float32 copies of these values and
+one float64 copy."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def working_dtype(*arrays: Array | None) -> Any:
 
 
 def upcast(dtype: Any, *arrays: Array | None) -> tuple[Any, ...]:
-    """The arrays converted to `dtype`, without a copy if they have it; None stays None."""
+    """The arrays converted to `dtype`; arrays of this dtype are not copied, None stays None."""
     return tuple(None if a is None else a.astype(dtype, copy=False) for a in arrays)
 
 

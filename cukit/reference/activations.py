@@ -127,7 +127,7 @@ def _gelu_slope(x: Array, approximate: str) -> Array:
 
 
 def _erfc(x: Array) -> Array:
-    """The complementary error function; by math.erfc per element for NumPy, which has none."""
+    """The complementary error function. NumPy has none: math.erfc is applied to each element."""
     xp = array_namespace(x)
     if xp.__name__ == "numpy":
         return xp.asarray(xp.frompyfunc(math.erfc, 1, 1)(x), x.dtype)

@@ -27,8 +27,9 @@ def append_kv(
     k_scales: Array | None = None,
     v_scales: Array | None = None,
 ) -> Array | None:
-    """Stores `k[i]` and `v[i]` in row `slots[i]` of the caches; returns the rotated queries.
+    """Stores `k[i]` and `v[i]` in row `slots[i]` of the caches; slots out of range are skipped.
 
+    Returns the rotated queries (q itself without cos, None without q).
     codes: element format of caches with scales [num_blocks, block_size, num_heads_kv, 1]; "" for
     caches of k's dtype. Rotated keys are rounded once, to the format of the cache.
     """

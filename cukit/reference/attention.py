@@ -42,9 +42,10 @@ def flash_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array]:
-    """softmax(scores) v of arrays [batch, seq, heads, head_dim], and the log-sum-exp.
+    """softmax(scores) v and, with return_lse, the log-sum-exps of the scores.
 
-    With cu_seqlens, of arrays [total, heads, head_dim], sequence by sequence.
+    q, k, v: [batch, seq, heads, head_dim]; with cu_seqlens [total, heads, head_dim], and each
+    sequence is computed separately.
     """
     options = ScoreOptions(scale, softcap, alibi_slopes, bias, mask, causal, window_size, sinks)
     if cu_seqlens_q is None:
@@ -178,7 +179,7 @@ def _backward(
     )
     if options.sinks is None:
         return gradients
-    # A sink has a weight in every row, and the value 0.
+    # A sink acts in every row as a key with a value vector of zeros.
     sink = sink_scores(options.sinks, k.shape[2], group, dtype)
     grad_sinks = -(xp.exp(sink - row_lse) * delta).sum(axis=(0, 3, 4)).reshape(-1)
     return *gradients, grad_sinks.astype(options.sinks.dtype, copy=False)

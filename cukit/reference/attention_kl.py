@@ -48,9 +48,10 @@ def attention_kl(
     precise: bool = False,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Array, Array]:
-    """KL(softmax(teacher scores) || softmax(student scores)) per query and head of the student.
+    """KL(softmax(teacher scores) || softmax(student scores)) per query and head of the student,
+    weighted and reduced.
 
-    `precise` has no effect: the result always has the accuracy that it selects.
+    `precise` has no effect: the reference always computes as accurately as precise=True.
     """
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
@@ -248,7 +249,8 @@ def _by_rows(weights: Array, varlen: bool) -> Array:
 def _divisor(
     xp: Any, rows: tuple[int, ...], weights: Array | None, normalizer: Any, varlen: bool
 ) -> Any:
-    """The divisor of the mean: number of heads times the total weight of the queries."""
+    """The divisor of the mean: number of heads times `normalizer`, by default the total weight of
+    the queries (1 if it is 0) or, without weights, their number."""
     heads = rows[0] if varlen else rows[1]
     if normalizer is None:
         queries = rows[1] if varlen else rows[0] * rows[2]
@@ -284,7 +286,10 @@ def row_factors(
     grad_loss: Any,
     varlen: bool,
 ) -> Array:
-    """Derivative of the loss with respect to each row's divergence; `rows` is its shape."""
+    """Derivative of the loss with respect to each row's divergence.
+
+    rows: shape of the divergences, [batch, heads, seq] or [heads, total].
+    """
     factors = xp.ones(rows, dtype=dtype)
     if weights is not None:
         factors = factors * _by_rows(weights.astype(dtype, copy=False), varlen)

@@ -82,7 +82,7 @@ def attention_scores(
     xp: Any, q: Array, k: Array, options: ScoreOptions
 ) -> tuple[Array, Array | None]:
     """The scores [batch, heads_kv, group, seq_q, seq_kv], -infinity where masked, and the
-    derivative of the softcap, None without one."""
+    derivative of the softcap (None without a softcap)."""
     group = group_of(q, k)
     scaled = q * q.dtype.type(scale_of(q, options.scale))
     scores = xp.matmul(q_heads(scaled, group), kv_heads(k).swapaxes(-1, -2))
@@ -131,7 +131,7 @@ def _grouped(matrix: Array, heads_kv: int, group: int) -> Array:
 
 
 def log_sum_exp(xp: Any, scores: Array) -> Array:
-    """log sum_j exp(scores_j) along the last axis; -infinity for rows without keys."""
+    """log sum_j exp(scores_j) along the last axis; -infinity for rows without visible keys."""
     if not scores.shape[-1]:
         return xp.full(scores.shape[:-1], -math.inf, dtype=scores.dtype)
     top = scores.max(axis=-1)

@@ -38,7 +38,7 @@ def depth_router(logits: Array, capacity: int) -> DepthRouting:
 def depth_router_backward(
     grad_weights: Array, weights: Array, slots: Array, dtype: Any = None
 ) -> Array:
-    """Gradient of the logits: that of the sigmoid for selected tokens, else 0."""
+    """Gradient of the logits: grad_weights times the sigmoid's derivative; 0 for other tokens."""
     grad = grad_weights * weights * (1 - weights)
     return _at_slots(grad[:, :, None], slots)[:, :, 0].astype(
         weights.dtype if dtype is None else dtype
@@ -88,7 +88,7 @@ def create_adaptive_depth_mask(depth: Array, num_layers: int) -> Array:
 
 
 def adaptive_depth(x: Array, weights: Array, depth: Array, activation: str | None = None) -> Array:
-    """Applies to each token as many layers as its depth."""
+    """Applies the first `depth[t]` layers to token t."""
     xp = array_namespace(x)
     for mask, weight in zip(create_adaptive_depth_mask(depth, len(weights)), weights, strict=True):
         x = xp.where(mask[:, None], linear(x, weight, None, activation), x)

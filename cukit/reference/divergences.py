@@ -5,7 +5,8 @@
 Each divergence is a sum of non-negative terms. If p and q are close, a term is computed as a power
 series in d or in x = min(p, q) / max(p, q) - 1, because cancellation would leave no correct digits
 in the usual sum of p d. The gradient with respect to student / T is
-q_v (slope_v - sum_w q_w slope_w), with slopes that vanish with d.
+q_v (slope_v - sum_w q_w slope_w), where slope_v is the derivative with respect to q_v, shifted by a
+constant so that it is 0 at d = 0.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ _ENTROPY_EXCESS = tuple((-1.0) ** k / (k * (k - 1)) for k in range(2, 20))
 
 
 def softmax(xp: Any, z: Array, scale: float = 1.0) -> tuple[Array, Array, Array]:
-    """Softmax of scale * z, maximum of z and sum of exp(scale * (z - maximum)), row by row.
+    """Softmax of scale * z, maximum of z (at least NO_MASS) and sum of exp(scale * (z - maximum)),
+    row by row.
 
-    The softmax of a row without mass is 0.
+    Softmax and sum are 0 for a row of logits below NO_MASS.
     """
     top = xp.maximum(xp.max(z, axis=-1, keepdims=True), z.dtype.type(NO_MASS))
     with np.errstate(invalid="ignore"):  # infinities, possibly in ignored rows
@@ -54,7 +56,7 @@ def divergence_rows(
     student: Array, teacher: Array, kept: Array, temperature: float, divergence: str, beta: float
 ) -> tuple[Array, Array]:
     """The divergence of each row [rows] and its gradient with respect to the student's logits
-    [rows, vocab]; 0 where `kept` is False or a row has no mass."""
+    [rows, vocab]; 0 where `kept` is False or all logits of a model are below NO_MASS."""
     xp = array_namespace(student)
     inverse = student.dtype.type(1.0 / temperature)
     q, q_top, q_total = softmax(xp, student, inverse)
@@ -62,7 +64,8 @@ def divergence_rows(
     active = kept & (q_total[:, 0] != 0) & (p_total[:, 0] != 0)
     safe_q, safe_p = (xp.where(total == 0, 1, total) for total in (q_total, p_total))
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # in branches not taken
-        # log p - log q; the logarithm of the ratio of the sums, near 1, is more precise.
+        # log p - log q. The logarithm of the ratio of the two sums, which is near 1 for similar
+        # models, is more precise than the difference of their logarithms.
         d = ((teacher - student) - (p_top - q_top)) * inverse - xp.log(safe_p / safe_q)
         d = xp.where((p == 0) & (q == 0), d.dtype.type(0), d)
         if divergence == "forward_kl":
@@ -94,7 +97,7 @@ def _reverse_kl(xp: Any, p: Array, q: Array, d: Array, beta: Any) -> tuple[Array
 
 def _jsd(xp: Any, p: Array, q: Array, d: Array, beta: Any) -> tuple[Array, Array]:
     gap, x, likelier, larger = _compare(xp, p, q, d)
-    share = xp.where(likelier, 1 - beta, beta)  # weight of the smaller one in m
+    share = xp.where(likelier, 1 - beta, beta)  # weight of min(p, q) in m = beta p + (1 - beta) q
     log_m = xp.log1p(share * x)  # log(m / larger)
     own = xp.where(x > -1, -(1 + x) * gap, 0)
     of_x = _excess(xp, x, own - x, _ENTROPY_EXCESS)
@@ -118,7 +121,7 @@ def _skewed(xp: Any, a: Array, b: Array, d: Array, beta: Any) -> tuple[Array, Ar
     gap, x, likelier, _ = _compare(xp, a, b, d)
     share = 1 - beta
     of_smaller = xp.where(likelier, share, beta)
-    m = 1 + of_smaller * x  # divided by the larger one
+    m = 1 + of_smaller * x  # m / max(a, b)
     log_m = xp.log1p(of_smaller * x)
     w = share * xp.where(likelier, x, -x / (1 + x))  # m / a - 1
     by_series = likelier | (w < _EXCESS_RADIUS)
@@ -143,7 +146,7 @@ _CENTRED: dict[str, Callable[..., tuple[Array, Array]]] = {
 
 
 def _compare(xp: Any, p: Array, q: Array, d: Array) -> tuple[Array, Array, Array, Array]:
-    """|d|, x, whether p >= q, and max(p, q)."""
+    """|d|, x = min(p, q) / max(p, q) - 1, whether p >= q, and max(p, q)."""
     gap, likelier = xp.abs(d), d >= 0
     return gap, xp.expm1(-gap), likelier, xp.where(likelier, p, q)
 
@@ -161,7 +164,7 @@ def _excess(xp: Any, x: Array, far: Array, coefficients: tuple[float, ...]) -> A
 
 
 def _series(x: Array, coefficients: tuple[float, ...]) -> Array:
-    """x^2 (c_0 + c_1 x + ...), with as many terms as the precision of the dtype needs."""
+    """x^2 (c_0 + c_1 x + ...): all coefficients for float64, the first eight for float32."""
     count = len(coefficients) if x.dtype.itemsize == 8 else 8
     value = x * x.dtype.type(coefficients[count - 1])
     for coefficient in reversed(coefficients[1 : count - 1]):

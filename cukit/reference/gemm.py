@@ -197,7 +197,7 @@ def half_of(k: int, leaf: int) -> int:
 
 
 def _strassen(xp: Any, a: Array, b: Array, leaf: int) -> Array:
-    """Strassen's algorithm: seven products of blocks instead of eight."""
+    """One level of Strassen's algorithm: seven products of blocks instead of eight."""
     m, k, n = a.shape[0] // 2, a.shape[1] // 2, b.shape[1] // 2
     a11, a12, a21, a22 = a[:m, :k], a[:m, k:], a[m:, :k], a[m:, k:]
     b11, b12, b21, b22 = b[:k, :n], b[:k, n:], b[k:, :n], b[k:, n:]

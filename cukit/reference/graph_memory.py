@@ -15,7 +15,7 @@ _SCORES_AT_ONCE = 1 << 24
 class Retrieved(NamedTuple):
     """The best rows of a memory per query, best first.
 
-    scores: float32 [num_queries, k].
+    scores: float32 (float64 for float64 arguments) [num_queries, k].
     indices: int32 [num_queries, k].
     """
 
@@ -37,7 +37,8 @@ class Transition(NamedTuple):
 
 
 def retrieve_top_k(queries: Array, memory: Array, k: int) -> Retrieved:
-    """The k rows with the largest inner products; ties are ordered by index."""
+    """The k rows with the largest inner products; ties are ordered by index. NaN counts as
+    -infinity."""
     xp = array_namespace(queries)
     dtype = working_dtype(queries, memory)
     table = memory.astype(dtype, copy=False)
@@ -195,7 +196,10 @@ def memory_write(
     inplace: bool = False,
 ) -> Array | tuple[Array, Array]:
     """`memory[i] = (1 - s / c) memory[i] + sum(gates * values) / c`, where `s = sum(gates)` and
-    `c = max(1, s)`, with sums over the writes to row i."""
+    `c = max(1, s)`, with sums over the writes to row i.
+
+    Negative gates count as 0; writes with an index out of range are ignored.
+    """
     xp = array_namespace(memory)
     dtype = working_dtype(memory)
     valid = xp.flatnonzero((indices >= 0) & (indices < len(memory)))

@@ -26,8 +26,8 @@ def grouped_gemm(
     expert_counts: Array | None = None,
     transpose_weights: bool = False,
 ) -> Array:
-    """`y[r] = weights[g] x[r]` for the rows r of group g, weights [groups, n, k]; transposed
-    [groups, k, n]."""
+    """`y[r] = weights[g] x[r]` for the rows r of group g; weights [groups, n, k] or, with
+    transpose_weights, [groups, k, n]."""
     xp = array_namespace(x)
     wide = working_dtype(x, weights)
     extent = weights.shape[2] if transpose_weights else weights.shape[1]

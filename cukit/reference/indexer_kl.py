@@ -40,7 +40,8 @@ def indexer_kl(
     normalizer: Any = None,
     return_statistics: bool = False,
 ) -> Array | tuple[Array, Array, Array]:
-    """KL(attention summed over heads || softmax(sum_h weights max(0, q_s k_s))) per query."""
+    """KL(p || q) per query, weighted and reduced: p is the attention summed over heads and
+    normalised over the selected keys, q = softmax(scale_s sum_h weights_h max(0, q_s_h k_s))."""
     xp = array_namespace(q_s)
     dtype = working_dtype(q_t, k_t, q_s, k_s)
     varlen = cu_seqlens_q is not None
@@ -206,7 +207,7 @@ def _scores(part: _Part, causal: bool, scale_t: float | None, scale_s: float) ->
 
 
 def _listed(xp: Any, indices: Array, seq_kv: int) -> Array:
-    """Mask of the keys in the lists, [batch, seq_q, seq_kv]."""
+    """bool [batch, seq_q, seq_kv]: whether a key is in the query's list of indices."""
     listed = xp.zeros((*indices.shape[:2], seq_kv + 1), dtype=bool)
     out = (indices < 0) | (indices >= seq_kv)
     b, i = xp.arange(indices.shape[0])[:, None, None], xp.arange(indices.shape[1])[None, :, None]

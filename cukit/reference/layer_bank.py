@@ -15,8 +15,8 @@ Array = Any
 class BankActivations(NamedTuple):
     """Intermediate results of `layer_bank` for its backward.
 
-    means: float32 [batch, dim], the mean token of each sample.
-    logits: float32 [batch, num_layers].
+    means: float32 (float64 for float64 x) [batch, dim], the mean token of each sample.
+    logits: dtype of means [batch, num_layers].
     routing: result of :func:`topk_router`.
     permuted: dtype of x [batch * top_k, seq_len, dim], the samples sorted by layer.
     hidden: like permuted, pre-activations.

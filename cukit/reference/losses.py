@@ -37,7 +37,8 @@ class LinearKlResult(NamedTuple):
 
 
 class LinearCrossEntropyResult(NamedTuple):
-    """Result of linear_cross_entropy: the float32 loss and its gradients."""
+    """Result of linear_cross_entropy: the loss, float32 (float64 for float64 arguments), and its
+    gradients."""
 
     loss: Array
     grad_hidden: Array
@@ -548,7 +549,7 @@ def _cross_entropy_rows(z: Array, rows: _Rows, *, want_grad: bool) -> tuple[Arra
     at_target = xp.take_along_axis(z, index, axis=1)
     with np.errstate(invalid="ignore"):
         loss = xp.log(xp.where(active[:, None], total, 1)) - (at_target - top)
-    # A target outside the vocabulary makes its row NaN, because a kernel cannot raise.
+    # A target outside the vocabulary makes its row NaN, as in the kernels, which cannot raise.
     loss = xp.where(in_range, loss[:, 0], loss.dtype.type(math.nan))
     loss = xp.where(active, loss, loss.dtype.type(0)).astype(z.dtype, copy=False)
     if not want_grad:
@@ -567,8 +568,8 @@ def _head_gradients(
     grad_weight: Array | None,
     grad_bias: Array | None,
 ) -> tuple[Array, Array, Array | None]:
-    """Gradients of logits = hidden @ weight^T + bias; those of the parameters are added to the
-    given arrays."""
+    """Gradients of hidden, weight and bias, given `grad`, the gradient of the logits
+    hidden @ weight^T + bias. Given grad_weight and grad_bias are added to, in place."""
     xp = array_namespace(grad)
     rows = hidden.reshape(-1, hidden.shape[-1]).astype(grad.dtype, copy=False)
     grad_hidden = matmul(grad, weight.astype(grad.dtype, copy=False))

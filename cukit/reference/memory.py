@@ -18,12 +18,12 @@ def batched_copy(memory: Array, moves: Iterable[tuple[int, int, int]]) -> Array:
 
 
 def guard_pages(memory: Array, pages: Array, page_bytes: int) -> Array:
-    """Finds bytes of each page, outside `[begin, end)`, that differ from its pattern `before`, then
-    fills the page with its pattern `after`, in place.
+    """Counts the bytes of each page, outside `[begin, end)`, that differ from its pattern `before`,
+    then fills the page with its pattern `after`, in place.
 
-    memory: uint8. pages: int64 [pages, 5]: address, begin, end, before, after; pattern 0 means
-    none. Returns int32 [pages, 3]: the number of differing bytes, page_bytes - the first offset,
-    the last offset + 1; zeros if none differ.
+    memory: uint8. pages: int64 [pages, 5]: address, begin and end (indices of `memory`), before,
+    after; pattern 0 skips the check or the fill. Returns int32 [pages, 3]: the number of differing
+    bytes, page_bytes - the offset of the first, the offset of the last + 1; zeros if none differ.
     """
     damage = np.zeros((len(pages), 3), np.int32)
     offsets = np.arange(page_bytes)
@@ -40,8 +40,8 @@ def guard_pages(memory: Array, pages: Array, page_bytes: int) -> Array:
 
 
 def guard_pattern(pattern: int, page_bytes: int) -> Array:
-    """uint8 [page_bytes]: the 32-bit word `pattern` repeated; from 2^32 on, hashes of the word
-    offsets."""
+    """uint8 [page_bytes]: the 32-bit word `pattern` repeated; for a pattern from 2^32 on,
+    hashes of the word offsets with the seed `pattern >> 32`."""
     words = np.arange(page_bytes // 4, dtype=np.uint32)
     seed = pattern >> 32
     if not seed:

@@ -21,7 +21,7 @@ GROUP = 128
 CODE_BYTES = LATENT_DIM + 4 * (LATENT_DIM // GROUP) + 2 * ROPE_DIM
 """Bytes per token of an FP8 cache: codes, float32 scales, bfloat16 rotary part."""
 SCALE = 192**-0.5
-"""Default scale, from the head size before absorption: 128 columns plus 64 rotary ones."""
+"""Default scale, from the head size before absorption: 128 non-rotary plus 64 rotary columns."""
 
 
 def mla_attention(
@@ -64,8 +64,9 @@ def decode_latents(cache: Array) -> Array:
 
 
 def absorb_mla_projections(w_q: Array, w_o: Array, w_uk: Array, w_uv: Array) -> tuple[Array, Array]:
-    """Absorbs the up-projections: W_uk^T is multiplied into the non-rotary rows of each head of
-    W_q, W_uv into its columns of W_o, in float32."""
+    """Absorbs the up-projections of each head: replaces its non-rotary rows of W_q by W_uk^T times
+    these rows, and its columns of W_o by these columns times W_uv. Computes in float32 (float64 for
+    float64)."""
     xp = array_namespace(w_q)
     heads, nope, latent_dim = w_uk.shape
     hidden, value_dim = w_o.shape[0], w_uv.shape[1]

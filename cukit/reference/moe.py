@@ -14,7 +14,8 @@ Array = Any
 class ExpertOrder(NamedTuple):
     """A permutation of the tokens' choices that makes the rows of each expert contiguous.
 
-    rows: int32, shape of the expert ids: the row of each choice of a token, -1 for none.
+    rows: int32, shape of the expert ids: the row of each choice of a token; -1 for an expert id out
+        of range and for a choice beyond the capacity.
     expert_counts: int32 [num_experts], number of choices per expert.
     expert_offsets: int32 [num_experts + 1], exclusive prefix sum of the counts; the last is the
         total.
@@ -28,10 +29,10 @@ class ExpertOrder(NamedTuple):
 class Routing(NamedTuple):
     """The experts of each token, and the expert order.
 
-    weights: float32 [num_tokens, top_k]; 0 for dropped choices.
+    weights: float32 (float64 for float64 logits) [num_tokens, top_k]; 0 for dropped choices.
     experts: int32 [num_tokens, top_k], best first.
     rows, expert_counts, expert_offsets: see :class:`ExpertOrder`; counts include dropped choices.
-    balance_loss, z_loss: float32 scalars, None if not requested.
+    balance_loss, z_loss: scalars of the dtype of weights, None if not requested.
     """
 
     weights: Array

@@ -58,7 +58,8 @@ def decode_float8(storage: Array, name: str) -> Array:
 def encode_int4(x: Array) -> Array:
     """Rounds to the nearest integer in [-8, 7] (ties to even) and packs two per byte.
 
-    The first of a pair is in the low bits. An odd last axis is padded with 0. NaN becomes 0.
+    The first of a pair is in the low bits. A last axis of odd length is padded with 0. NaN becomes
+    0.
     """
     xp = array_namespace(x)
     values = xp.minimum(xp.maximum(encode_int8(x), -8), 7)
@@ -99,7 +100,7 @@ def broadcast_factors(factors: Array, shape: tuple[int, ...], block: tuple[int, 
 def quantize(x: Array, scales: Array, zero_points: Array | None, block: tuple[int, ...]) -> Array:
     """x * (1 / scale) + zero_point in float32, before rounding to codes; one factor per block.
 
-    A scale below SMALLEST_SCALE, such as that of a block of zeros, is treated as 1.
+    A scale with an absolute value below SMALLEST_SCALE is treated as 1.
     """
     xp = array_namespace(x)
     wide = scales.astype(np.float32)

@@ -15,12 +15,13 @@ def rms_norm(
     eps: float = 1e-6,
     residual: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    """y = s / sqrt(mean(s^2) + eps) * weight, s = x or x + residual; the sum is also returned."""
+    """y = s / sqrt(mean(s^2) + eps) * weight with s = x; with a residual, s = x + residual is also
+    returned."""
     xp = array_namespace(x)
     wide, w, r = upcast(working_dtype(x), x, weight, residual)
     new_residual = None
     if r is not None:
-        # Rounded first, so that the normalised sum equals the returned one.
+        # The sum is rounded before the norm, so that y is the norm of the returned sum.
         new_residual = (wide + r).astype(x.dtype, copy=False)
         wide = new_residual.astype(wide.dtype, copy=False)
     rstd = 1.0 / xp.sqrt(xp.mean(wide * wide, axis=-1, keepdims=True) + wide.dtype.type(eps))

@@ -29,7 +29,8 @@ def adamw(
     m = beta1 m + (1 - beta1) g,  v = beta2 v + (1 - beta2) g^2,
     w = w - lr (weight_decay w + (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) + eps)).
 
-    `state` has the lists `master`, `exp_avg`, `exp_avg_sq`; parameters are the rounded masters.
+    g: the gradient, multiplied by `grad_scale` if given. `state` has the lists `master` (w),
+    `exp_avg` (m) and `exp_avg_sq` (v); parameters are the rounded masters.
     """
     step_size = lr / (1.0 - beta1**step)
     root = math.sqrt(1.0 - beta2**step)

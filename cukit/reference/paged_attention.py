@@ -89,7 +89,7 @@ def cascade_attention(
 def merge_attention_states(
     out_a: Array, lse_a: Array, out_b: Array, lse_b: Array
 ) -> tuple[Array, Array]:
-    """Combines two outputs over disjoint keys, weighted by their softmax sums."""
+    """Combines two outputs over disjoint keys, weighted by their softmax denominators exp(lse)."""
     xp = array_namespace(out_a)
     top = xp.maximum(lse_a, lse_b)
     base = xp.where(top == -math.inf, 0, top)

@@ -15,7 +15,7 @@ Array = Any
 SMALLEST_SCALE = narrow.SMALLEST_SCALE
 CLIP_CANDIDATES = {"absmax": 1, "mse": 16}
 CLIP_STEP = 1 / 32
-"""A clip mode tries this many fractions 1, 1 - CLIP_STEP, ... of a block's range."""
+"""A clip mode tries CLIP_CANDIDATES fractions 1, 1 - CLIP_STEP, ... of a block's range."""
 
 INTEGERS = {"int8": 127, "int4": 7}
 
@@ -130,8 +130,8 @@ def _flush(x: Array) -> Array:
 
 
 def _round_scales(scales: Array, dtype: Any, power_of_two: bool) -> Array:
-    """Rounds up to a power of two if requested, then rounds to `dtype`, saturating. 0 becomes 1,
-    non-finite values become NaN."""
+    """Rounds up to a power of two if requested, then rounds to `dtype`, saturating. Scales below
+    SMALLEST_SCALE become 1, non-finite ones NaN."""
     xp = array_namespace(scales)
     finite = xp.isfinite(scales)
     scales = _flush(scales)

@@ -18,9 +18,9 @@ class Sample(NamedTuple):
     """Sampled tokens and their log-probabilities.
 
     tokens: int32 [batch]; -1 if logits or options are invalid.
-    logprobs: float32 [batch], None if not requested.
+    logprobs: float32 [batch] (float64 for float64 logits), None if not requested.
     top_tokens: int32 [batch, n], the most likely tokens, most likely first; None if not requested.
-    top_logprobs: float32 [batch, n].
+    top_logprobs: dtype of logprobs [batch, n].
     """
 
     tokens: Array
@@ -209,7 +209,7 @@ class _Rows:
         ranked = xp.where(xp.arange(vocab_size)[None, :] < top_k, ranked, 0.0)
         total = ranked.sum(axis=1, keepdims=True)
         before = xp.cumsum(ranked, axis=1) - ranked
-        # The token that crosses top_p is kept, and always the first token.
+        # The token that crosses top_p is kept; the most likely token is kept even for top_p = 0.
         kept = (top_p >= 1) | (before < top_p * total) | (xp.arange(vocab_size)[None, :] == 0)
         ranked = xp.where(kept & (ranked >= min_p), ranked, 0.0)
         self.weights = xp.take_along_axis(ranked, xp.argsort(self.order, axis=1), axis=1)

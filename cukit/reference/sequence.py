@@ -19,7 +19,8 @@ class Scan(NamedTuple):
     """Outputs of a scan, and the states after the last tokens.
 
     y: shape and dtype of x.
-    final_state: float32 [num_sequences, num_heads, state_dim, head_dim].
+    final_state: float32 (float64 if an argument is float64) [num_sequences, num_heads, state_dim,
+        head_dim].
     """
 
     y: Array
@@ -30,8 +31,8 @@ class ScanGradients(NamedTuple):
     """Gradients of a scan's arguments, each shaped like its argument.
 
     x, b, c: dtype of x.
-    log_decay: float32; 0 where the forward clamps log_decay.
-    initial_state: float32 [num_sequences, num_heads, state_dim, head_dim].
+    log_decay: float32 (float64 if an argument is float64); 0 where the forward clamps log_decay.
+    initial_state: dtype of log_decay [num_sequences, num_heads, state_dim, head_dim].
     """
 
     x: Array
@@ -96,8 +97,10 @@ def _channel_decays(xp: Any, log_decay: Array, *, axes: int) -> Array:
 
 
 def _scores(xp: Any, c: Array, b: Array, upto: Array) -> Array:
-    """`sum_n exp(upto_in - upto_jn) c_in b_jn` for j <= i, [num_heads, tokens, tokens]; upto
-    [tokens, num_heads, state_dim or 1]."""
+    """`sum_n exp(upto_in - upto_jn) c_in b_jn` for j <= i, [num_heads, tokens, tokens].
+
+    upto: cumulative log decays of the chunk, [tokens, num_heads, state_dim or 1].
+    """
     tokens, num_heads, channels = upto.shape
     causal = xp.arange(tokens)[:, None] >= xp.arange(tokens)[None, :]
     if channels == 1:
@@ -206,7 +209,7 @@ def _chunk_backward(
 
     # The decay of token t is a factor of: products of tokens i >= t with tokens j < t; reads of
     # tokens i >= t from the state before the chunk; contributions of tokens j < t to the state
-    # after it.
+    # after it; the contribution of the state before the chunk to the state after it.
     def total(array: Array) -> Array:
         return array if decay.shape[2] > 1 else xp.sum(array, axis=-1, keepdims=True)
 

@@ -25,7 +25,7 @@ def quantized_linear(
     """x [..., k] times the transpose of the dequantised weight [n, k], plus bias [n].
 
     Accumulated in float64 if x is float64, else in float32; rounded to `out_dtype`, by default the
-    dtype of x.
+    dtype of x, or float32 if x is quantised.
     """
     rows = _values(x) if hasattr(x, "storage") else x
     xp = array_namespace(rows)

@@ -21,21 +21,22 @@ _WORKSPACE_BYTES = 26 * KIB
 _FULL_BLOCK = 1024
 _SHARED_BLOCK = 512
 _LIGHT_ACCESS = 4
-"""Widest access, in logits, for which 64 registers per thread, those of a full block, suffice."""
+"""Widest access, in logits, for which 64 registers per thread suffice, as in a full block."""
 _SMALL_BLOCK = 128
 _SMALL_SHARE = 2048
 """Maximum tokens per block for which four warps suffice."""
 _LARGEST_CLUSTER = 8
 _WARP = 32
 _ATOM_TOKENS = 1024
+"""Tokens of an atom, the unit in which a row is summed (kernels_cu/sampling/row.cuh)."""
 _SMALL_ATOM_TOKENS = 256
 _SMALL_VOCABULARY = 16384
-"""Below this size atoms have _SMALL_ATOM_TOKENS tokens, so that there are enough of them."""
+"""Smaller vocabularies have atoms of _SMALL_ATOM_TOKENS tokens, so that more warps have atoms."""
 _ATOM_BYTES = 16
 """sizeof(AtomSum) in kernels_cu/sampling/row.cuh."""
 _MAX_CANDIDATES = 10240
-"""Tokens of a list of candidates (kernels_cu/sampling/candidates.cuh): on Hopper, as many as leave
-room for two blocks per SM. A list of 20480 took 9 us longer for a batch of 64 on an H200."""
+"""Maximum tokens of a list of candidates (kernels_cu/sampling/candidates.cuh). On Hopper it leaves
+room for two blocks per SM: a list of 20480 took 9 us longer for a batch of 64 on an H200."""
 _RESERVED_BYTES = KIB
 """Shared memory per block that CUDA reserves."""
 
@@ -72,7 +73,7 @@ class SampleConfig:
 
     @property
     def blocks_per_sm(self) -> int:
-        """Blocks per SM for which registers are limited."""
+        """Blocks per SM in the kernel's launch bounds, which limit the registers per thread."""
         full_sm = not self.resident and not self.penalized and self.threads > _SMALL_BLOCK
         return max(_FULL_BLOCK // self.threads, 1) if full_sm else 1
 
@@ -108,13 +109,15 @@ def plan_sample(
 ) -> SampleConfig:
     """The launch configuration.
 
-    Rows are streamed by one block each, because the end of a row takes longer with more blocks: on
-    an H200, with top_k, one large block per row took 20.7 us for one row and 29.0 us for 64 rows,
-    eight and four blocks of 512 threads per row 25.3 us and 45.2 us (profiling/notes/sampling.md).
-    If there are few rows, and they are not only truncated by a small top_k, a cluster keeps each
-    row in shared memory: with top_p, clusters of eight took 38 us for 8 rows and 64 us, two waves,
-    for 16, single blocks 66 us and 67 us. The same holds for drafts without truncation, where a
-    rejected draft takes a second pass over the row. Before Hopper there are no clusters.
+    Rows are streamed by one block each, because the steps after the last load of a row take longer
+    with more blocks. On an H200, with top_k, one block of 1024 threads per row took 20.7 us for one
+    row and 29.0 us for 64 rows; eight blocks of 512 threads took 25.3 us for one row, four blocks
+    per row 45.2 us for 64 rows (profiling/notes/sampling.md).
+    If there are few rows, and truncation may keep more than MAX_BEST tokens, a cluster keeps each
+    row in shared memory: with top_p, clusters of eight took 38 us for 8 rows and 64 us (two waves)
+    for 16 rows, single blocks 66 us and 67 us. Without truncation, clusters are used only to verify
+    drafts, as a rejected draft takes a second pass over the row. Before Hopper there are no
+    clusters.
 
     vec: logits per access, a divisor of `vocab_size`.
     draws, verifies: as in SampleConfig.

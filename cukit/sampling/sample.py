@@ -80,7 +80,7 @@ def sample(
         history: int32 [batch, length], the tokens of each request so far, padded with ids outside
             the vocabulary such as -1. None: no penalties.
         prompt_lengths: int32 [batch]: number of leading tokens of `history` that belong to the
-            prompt; only the repetition penalty counts them. None: 0.
+            prompt; only the repetition penalty applies to them. None: 0.
         seed: int64 [batch]; or a number, with seed + r for row r.
         step: int64 [batch] or a number: tokens generated so far. The same seed and step draw the
             same token from the same logits and options, regardless of the other rows and the GPU.
@@ -98,11 +98,11 @@ def sample(
         ArrayError: invalid dtype, shape, layout or device of an argument.
         ConfigError: a number out of range.
 
-    Probabilities are computed in float32 and rounded down to integer multiples of 2^-42 of the
-    largest. Integer sums are exact, so results depend neither on the thread order nor on the number
-    of blocks per row. Runs on CuPy's current stream without synchronisation. Random numbers are
-    Philox4x32-10 (Salmon et al., SC 2011), 64 bits per draw. Papers: Holtzman et al.,
-    arXiv:1904.09751 (top-p); Nguyen et al., arXiv:2407.01082 (min-p).
+    On the GPU, probabilities are computed in float32 and rounded down to integer multiples of 2^-42
+    of the largest. Integer sums are exact, so results depend neither on the thread order nor on the
+    number of blocks per row. The CPU computes in float64. Runs on CuPy's current stream without
+    synchronisation. Random numbers are Philox4x32-10 (Salmon et al., SC 2011), 64 bits per draw.
+    Papers: Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et al., arXiv:2407.01082 (min-p).
 
     >>> import numpy as np, cukit as ck
     >>> logits = np.log([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25]]).astype("float32")

@@ -39,7 +39,7 @@ _JOIN_THREADS = 256
 _SUM_THREADS = 256
 _DECAY_PADDING = 8
 _ACCESS = 8
-"""Elements of a 16-byte copy."""
+"""16-bit elements of a 16-byte copy."""
 _MAX_STATES = 65535
 """Largest extent of a grid along z."""
 
@@ -118,8 +118,8 @@ def plan_gated_scan(
     """The launch configuration: one block per sequence, head and 64 columns of the head; if these
     do not fill the GPU, long sequences are split into segments with a block each.
 
-    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`. backward: plan the
-    gradient kernels, fewer blocks of which fit on an SM.
+    seq_len: upper bound of the sequence lengths. channels: see `ScanConfig`. backward: plan for the
+    gradient kernels; fewer of their blocks fit on an SM.
     """
     tile = next(tile for tile in STATE_TILES if state_dim <= tile)
     blocks = num_sequences * num_heads * -(-head_dim // COLUMNS)
@@ -135,16 +135,19 @@ def plan_gated_scan(
 
 
 class ChannelInputs(NamedTuple):
-    """With a decay per channel: the arrays that replace b, c and log_decay, and the scores."""
+    """With a decay per channel: the arrays that replace b, c and log_decay, and the scores.
+
+    s_i is the sum of a chunk's log decays up to token i; see :func:`chunk_slots` for slots.
+    """
 
     b: Array
     """exp(s_last - s_j) b_j, [tokens, heads, state_dim]"""
     c: Array
     """exp(s_i) c_i, as b"""
     decay: Array
-    """s_last in base 2, float32 [slots, heads, state_dim]"""
+    """s_last * log2(e), float32 [slots, heads, state_dim]"""
     scores: Array
-    """[slots, heads, CHUNK, CHUNK]"""
+    """sum over channels of exp(s_i - s_j) c_i b_j for j <= i, [slots, heads, CHUNK, CHUNK]"""
 
 
 class ChannelLaunch(NamedTuple):
@@ -216,8 +219,8 @@ class ScanLaunches(NamedTuple):
     def launch(self, spec: KernelSpec, *, dependent: bool = True) -> Launch:
         """A launch over all segments.
 
-        dependent: make it a dependent launch if it follows launches of the segments' states.
-            Its blocks are placed on SMs as they become free, so no more of them may fit on an SM
+        dependent: make it a programmatic dependent launch if it follows launches of the segments'
+            states. Its blocks are placed as SMs become free, so no more of them may fit on an SM
             than the plan assumes.
         """
         dependent = dependent and self.config.segments > 1
@@ -248,7 +251,8 @@ class ScanLaunches(NamedTuple):
         """The launches for the segments' states; None if sequences are not split.
 
         All are dependent launches except the first of an op (not `reverse`), which starts only when
-        all arguments of the op have been written: later launches read them before they wait.
+        all arguments of the op have been written: later kernels read the arguments before they call
+        `wait_for_previous_grids()`.
         """
         segments, columns, all_heads = self.grid
         if segments == 1:
@@ -287,7 +291,7 @@ def scan_launches(
         )
     sizes = (num_sequences, seq_len, heads.heads, head_dim, state_dim)
     config = plan_gated_scan(*sizes, x.dtype.name, device, channels=channels, backward=backward)
-    # Decayed keys are per head.
+    # With a decay per channel, the decayed keys have one group per head.
     scalars, channel_scalars = (
         STRUCTS["ScanParameters"].pack(
             num_sequences=num_sequences,
@@ -399,8 +403,8 @@ def check_groups(op: str, num_heads: int, num_groups: int) -> None:
 def check_kernel(op: str, x: Array, state_dim: int, **arrays: Array | None) -> None:
     """Checks the kernels' requirements: dtypes, sizes, alignment.
 
-    arrays: must be float32, or have the dtype of x and 16-byte alignment; so must a log_decay per
-    channel.
+    arrays: each must be float32, or have the dtype of x and be 16-byte aligned. A log_decay per
+    channel must be float32 and 16-byte aligned.
     """
     check_array(op, "x", x, dtypes=(float16, bfloat16))
     for name, array in arrays.items():

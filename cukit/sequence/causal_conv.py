@@ -59,7 +59,8 @@ def causal_conv(
         activation: `"silu"` or `"none"`.
 
     Returns:
-        y, shape and dtype of x. The state for the next call is the last width - 1 tokens of x.
+        y, shape and dtype of x. To continue the sequences, pass the last width - 1 tokens of
+        initial_state and x, concatenated, as the initial_state of the next call.
 
     Raises:
         ArrayError: invalid dtype, shape, layout or device of an argument.
@@ -236,7 +237,7 @@ def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array 
 
 
 def _plan_tokens(batch: int, seq_len: int, columns: int, device: Device) -> int:
-    """Tokens per thread: as many as still give eight blocks per SM."""
+    """Tokens per thread: halved from _TOKENS, at most to _MIN_TOKENS, up to eight blocks per SM."""
     tokens = _TOKENS
     while tokens > _MIN_TOKENS and batch * columns * -(-seq_len // tokens) < 8 * device.num_sms:
         tokens //= 2

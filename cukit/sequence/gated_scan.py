@@ -41,7 +41,8 @@ from cukit.sequence._plan import (
 _STEP_THREADS = 128, 512
 """Minimum and maximum threads per state of a step."""
 _STEP_VECTORS = 4
-"""Vectors of a state that a thread of a step loads ahead, where the state has as many."""
+"""kBatch in gated_scan_step.cu: vectors of a state that a thread loads before it uses the first.
+The block gets more threads while a thread has more vectors than this."""
 
 
 def gated_scan(
@@ -55,9 +56,10 @@ def gated_scan(
 ) -> Scan:
     """Linear attention with decay: `h_t = exp(l_t) h_{t-1} + b_t x_t^T`, `y_t = h_t^T c_t`.
 
-    l_t is a number per head, or one per head and channel of the state, which scales its row of h.
-    One per head: Mamba-2 (x already multiplied by the step size, B and C), retention, simple gated
-    linear attention (values x, keys b, queries c). One per channel: gated linear attention.
+    l_t is one number per head, or one per head and channel of the state (a row of h). Models with a
+    decay per head: Mamba-2 (x is the input times the step size; b and c are B and C), retention and
+    simple gated linear attention (x, b and c are the values, keys and queries). With a decay per
+    channel: gated linear attention.
 
     Args:
         x: float16|bfloat16 [batch, seq_len, num_heads, head_dim]; float32 and float64 on the CPU

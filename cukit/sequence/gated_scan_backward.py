@@ -68,11 +68,12 @@ def gated_scan_backward(
     Needs no intermediate results of the forward. Workspace: the state before each chunk of 64
     tokens is recomputed and stored in the dtype of x, which takes `state_dim / 64` times the bytes
     of x. If several heads share a group, or head_dim is above 64, partial gradients of b and c are
-    also stored, per head and 64 columns of head_dim. If heads that share a group need more than
-    1.75 GiB together, they are computed in several passes of at most that size (at least one head
-    each), between which a group's gradients of b and c are kept in float32. Runs on CuPy's current
-    stream without synchronisation, accumulates in float32 and is deterministic. Papers: Dao and
-    Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
+    also stored, per head and 64 columns of head_dim. If all heads then need more than 1.75 GiB,
+    they are computed in several passes of at most that size (at least one head each); the gradients
+    of b and c of a group that is split between passes are accumulated in float32. A decay per
+    channel without shared groups always takes one pass. Runs on CuPy's current stream without
+    synchronisation, accumulates in float32 and is deterministic. Papers: Dao and Gu,
+    arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 
     >>> import numpy as np, cukit as ck
     >>> ones = np.ones((1, 3, 1, 1), np.float32)
@@ -121,7 +122,7 @@ class _Kept(NamedTuple):
     """Float sums of the gradients of b for one group, [tokens, state_dim]; NULL if not needed."""
     c: Array | object
     decay: Array
-    """Gradients of log_decay; or per column tile, [tokens, num_heads, tiles]."""
+    """Gradients of log_decay; with several column tiles their parts, [tokens, num_heads, tiles]."""
 
 
 class _Finish(NamedTuple):
@@ -135,8 +136,8 @@ class _Finish(NamedTuple):
 
     def allocate(self, x: Array, grad_b: Array, grad_c: Array) -> tuple[Array, ...]:
         """The arrays that the gradient kernel writes and this launch reads: gradients of decayed b
-        and c (overwritten with the final ones if there is one column tile), products of states,
-        scores."""
+        and c (overwritten with the final ones if there is one column tile), inner products of
+        states and their gradients (per channel), and gradients of the scores."""
         tiles, state_dim = self.key_shape[2:]
         if tiles > 1:
             grad_b, grad_c = (empty(x, self.key_shape) for _ in range(2))
@@ -337,7 +338,8 @@ def _even(count: int, most: int) -> int:
 
 
 def _spec(config: ScanConfig, device: Device) -> KernelSpec:
-    """The gradient kernel. The mma.sync version has two stages if two such blocks fit on an SM."""
+    """The gradient kernel. The mma.sync version has two stages if two blocks of two stages
+    fit on an SM."""
     entry, square = "gated_scan_backward", CHUNK * CHUNK * 2
     stage = 2 * config.key_bytes + 2 * CHUNK * COLUMNS * 2 + config.state_bytes
     if config.hopper:

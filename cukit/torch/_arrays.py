@@ -43,8 +43,8 @@ TORCH_DTYPES = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY_DTYPES.item
 def as_array(op: str, name: str, tensor: Tensor, *, strided: bool = False) -> Array:
     """The tensor's memory as a NumPy or CuPy array.
 
-    strided: the op supports any strides with a contiguous last axis. Otherwise, or if strides are
-    not multiples of 16 bytes, a non-contiguous tensor is copied.
+    strided: the op supports any strides with a contiguous last axis. Otherwise, or if on the GPU
+    the address or a stride is not a multiple of 16 bytes, a non-contiguous tensor is copied.
     """
     if tensor.layout is not torch.strided:
         raise ArrayLayoutError(f"{op}: {name} must be a dense tensor, got {tensor.layout}")
@@ -151,8 +151,8 @@ def _host_array(tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 
 def _has_dense_rows(tensor: Tensor) -> bool:
-    """Whether the last axis is contiguous and the other strides are positive multiples of 16 bytes
-    (on the CPU, positive)."""
+    """Whether the last axis is contiguous and the other strides are positive; on the GPU also
+    whether these strides and the address are multiples of 16 bytes. False for an empty tensor."""
     strides, shape = tensor.stride(), tensor.shape
     if not strides or strides[-1] != 1 or math.prod(shape) == 0:
         return False

@@ -28,7 +28,8 @@ NAMESPACE = "cukit"
 _DEVICES = ("CPU", "CUDA")
 _GRAD = "grad_"
 
-# A fragment: a library can be defined only once per process, a fragment again after a reload.
+# A fragment, because a library can be defined only once per process. A reload can define a fragment
+# again.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -36,15 +37,15 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 class Operator:
     """A row of the table: one torch operator.
 
-    schema: as above, without the namespace. Results have names.
+    schema: as in the module's docstring, without the namespace. Results have names.
     run: maps the schema's arguments, with tensors as arrays, to the results; called by keyword.
     shapes: the fake implementation for torch.compile: maps the arguments to empty results. Not
         needed if every result is the gradient of an argument.
     strided: arguments that `run` accepts with any strides and a contiguous last axis.
     backward: the operator that computes the gradients, or a function that returns them by argument
-        name; it is called with the keywords in `needs`, named as in a backward schema. A result
-        without a gradient has zeros, or None if the operator's argument is optional or the
-        function's parameter has the default None.
+        name; it is called with the keywords in `needs`, named as in a backward schema. If a result
+        has no gradient, `grad_<result>` is zeros, or None if the operator's argument is optional or
+        the function's parameter has the default None.
     unless: maps the arguments to the names in `needs` that this call need not save; the backward
         gets None for them.
     constants: results without a gradient.

@@ -20,7 +20,7 @@ from cukit.torch import functional
 from cukit.torch.transformers import register_attention
 
 KINDS = ("attention", "rope", "projection", "norm", "mlp", "residual", "activation")
-"""Kinds of swaps, in the order in which they are tried."""
+"""Kinds of swaps, in the order in which they are tried on a module."""
 
 _ATTENTION = "cukit"
 
@@ -54,7 +54,7 @@ class Swap:
     members: tuple[str, ...] = field(default=())
     """Names of all modules that this swap changes, if there are several."""
     trial: Callable[..., Any] | None = None
-    """What to verify and time instead of the module, if its new forward may call the original."""
+    """Verified and timed instead of the module, if its new forward may call the original."""
 
 
 def find_swaps(model: nn.Module, kinds: tuple[str, ...]) -> Iterator[list[Swap]]:
@@ -97,15 +97,15 @@ def _with_forward(name: str, kind: str, module: nn.Module, forward: Callable[...
 _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _ATTENTION_ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask")
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-"""Names of the KV cache in transformers: from 5.24 on, and before."""
+"""Names of the KV cache argument in transformers: from 5.24 on, and before."""
 _ATTENTION_NAMES = frozenset({
     *_ATTENTION_PARTS, "shape", "head_dim", "view", "transpose", "apply_rotary_pos_emb", "update",
     "layer_idx", "Callable", "ALL_ATTENTION_FUNCTIONS", "get_interface", "config",
     "_attn_implementation", "eager_attention_forward", "training", "attention_dropout", "scaling",
     "reshape", "contiguous",
 })  # fmt: skip
-"""Names that the forward of Llama's attention uses. A forward that uses others has options, such as
-a window, on which the sample may not depend."""
+"""Names that the forward of Llama's attention uses. A forward that uses other names has options,
+such as a window, that the sample may not exercise."""
 _ATTENTION_OPTIONS = ("is_causal", "sliding_window", "softcap", "s_aux", "position_bias")
 """Keywords of attention_forward that _RotatedAttention does not have."""
 
@@ -130,9 +130,10 @@ def _projection_gradients(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> 
 
 
 class _RotatedAttention(torch.autograd.Function):
-    """(x, weight, tables, ...) -> attention of its rotated projections, [batch, seq_len, heads_q,
-    head_dim]. The kernels of the attention's backward turn the gradients of q and k back and write
-    all three side by side, as the backward of the projection reads them."""
+    """(x, weight, tables, ...) -> attention of the rotated projections of x, [batch, seq_len,
+    heads_q, head_dim]. The attention's backward kernels apply the inverse rotation to the gradients
+    of q and k, and write the gradients of q, k and v into one array, which the backward of the
+    projection reads."""
 
     @staticmethod
     def forward(
@@ -156,8 +157,8 @@ class _RotatedAttention(torch.autograd.Function):
 
 
 class _RotatedProjection(torch.autograd.Function):
-    """The same without attention, for other implementations of it: (x, weight, tables) -> (q, k,
-    v). The backward writes the three gradients into one array."""
+    """(x, weight, tables, heads_q) -> the rotated projections (q, k, v) of x, for other
+    implementations of attention. The backward writes the three gradients into one array."""
 
     @staticmethod
     def forward(
@@ -179,9 +180,9 @@ class _RotatedProjection(torch.autograd.Function):
 
 
 def _attention_layer(module: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Two forwards of Llama's attention layer with queries, keys and values from one product, for
-    calls without a cache: the first only with enough tokens for the concatenation of weights to
-    be cheap, the second with any number."""
+    """Two forwards of Llama's attention layer that compute queries, keys and values in one product.
+    Both call the original forward if there is a cache or no rotary table for whole heads; the first
+    also does with fewer than _MIN_TOKENS tokens. None for other modules."""
     if {name for name, _ in module.named_children()} != set(_ATTENTION_PARTS):
         return None
     layer: Any = module
@@ -334,7 +335,8 @@ def activation_name(module: Any) -> str | None:
 
 
 def _gated_mlp(module: nn.Module) -> Callable[..., Any] | None:
-    """The fused forward of a module with Llama's gate_proj, up_proj, down_proj and act_fn."""
+    """The fused forward of a module with Llama's gate_proj, up_proj, down_proj and act_fn; None for
+    other modules."""
     parts: list[Any] = [getattr(module, f"{each}_proj", None) for each in ("gate", "up", "down")]
     activation = activation_name(getattr(module, "act_fn", None))
     if activation is None or not all(type(each) is nn.Linear for each in parts):

@@ -357,7 +357,8 @@ def _distilled_gradients(
     temperature: float,
     **options: Any,
 ) -> dict[str, Tensor | None]:
-    """The gradients of flash_attention and of attention_kl, each only if its result has one."""
+    """The sum of the gradients through `out` (flash_attention) and through `loss` (attention_kl);
+    each is computed only if its result has a gradient."""
     found: dict[str, Tensor | None] = {"q_s": None, "k_s": None, "v_s": None}
     if grad_out is not None:
         masks = {each: options[each] for each in _MASKS}
@@ -687,8 +688,9 @@ def _without_aliases(arrays: Iterable[Array]) -> tuple[Array, ...]:
 
 
 def _rows_of_head_loss(loss: Loss) -> tuple[Operator, Operator]:
-    """Forward: loss and gradients from one call. Backward: multiplies them by the upstream
-    gradient; if that has one value per row (reduction "none"), recomputes them."""
+    """Forward: loss and gradients from one call. Backward: multiplies these gradients by the
+    upstream gradient; with reduction "none", where the upstream gradient has one value per row,
+    recomputes them."""
     arguments = arguments_of(loss.function, drop=NOT_OPTIONS, types=_TYPES)
     names = names_of(arguments)
     fields = loss.result._fields

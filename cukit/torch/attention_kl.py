@@ -33,7 +33,8 @@ def attention_kl(
     Args:
         q_t, k_t: the teacher's queries and keys, [batch, seq, heads, head_dim].
         q_s, k_s: the student's, likewise.
-        deterministic: of the backward; None follows `torch.use_deterministic_algorithms`.
+        deterministic: whether the backward is deterministic; None follows
+            `torch.use_deterministic_algorithms`.
         Other arguments: as in :func:`cukit.attention_kl`.
 
     Returns:
@@ -71,7 +72,8 @@ def distillation_attention(
         q_t, k_t, v_t: the teacher's, [batch, seq, heads, head_dim]. v_t may be None: it is used
             only for `out_t`.
         q_s, k_s, v_s: the student's.
-        deterministic: of the backward; None follows `torch.use_deterministic_algorithms`.
+        deterministic: whether the backward is deterministic; None follows
+            `torch.use_deterministic_algorithms`.
         Other arguments: as in :func:`cukit.distill.distillation_attention`.
 
     Returns:
@@ -125,7 +127,7 @@ def relation_kl(
         Other arguments: as in :func:`attention_kl`.
 
     Returns:
-        The loss.
+        The loss, as :func:`attention_kl` returns it.
 
     Raises:
         ArrayError, ConfigError: as :func:`cukit.distill.relation_kl`.
@@ -162,8 +164,8 @@ def indexer_kl(
         q_s, k_s: the indexer's queries, [batch, seq, heads, head_dim], and its single key head,
             [batch, seq, head_dim].
         weights: of the indexer's heads, float32 [batch, seq, heads].
-        return_statistics: also return the log-sum-exps of the indexer's scores and the attention's
-            share of probability on the selected keys.
+        return_statistics: also return the log-sum-exps of the indexer's scores and the share of the
+            attention probability on the selected keys, per query.
         Other arguments: as in :func:`cukit.indexer_kl`.
 
     Returns:

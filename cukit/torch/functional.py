@@ -209,8 +209,8 @@ def gated_mlp(
 ) -> Tensor:
     """Llama's feed-forward layer, `(f(x gate^T) * (x up^T)) down^T`, with gradients.
 
-    On Hopper the backward computes the gradient of the inner result and that through the
-    activation in one kernel (:func:`cukit.gated_linear_backward` with `down`).
+    On Hopper one kernel of the backward computes `grad_out down` and, from it, the gradients of
+    both inner products (:func:`cukit.gated_linear_backward` with `down`).
 
     Args:
         x: float16|bfloat16 [..., k]; float32 and float64 on the CPU.

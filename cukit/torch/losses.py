@@ -71,8 +71,8 @@ def _public(loss: Loss) -> Callable[..., Any]:
         "\n    Arguments and options are those of that function, except options for gradients.\n"
         "    Returns the loss"
         + (
-            "; with return_parts=True the losses `(" + ", ".join(parts[: len(taken)]) + ")`, of\n"
-            "    which the first has a gradient"
+            "; with return_parts=True the losses `(" + ", ".join(parts[: len(taken)]) + ")`;\n"
+            "    only the first has a gradient"
             if loss.result is not None
             else ""
         )

@@ -118,10 +118,11 @@ def optimize(
 ) -> Optimized:
     """Swap parts of a model for cukit's kernels, each verified against the original.
 
-    The model runs on `sample` once. For every supported module, the swap runs on the inputs that
-    the module receives; it is kept if the outputs agree and, on a GPU, if it is faster.
-    Parameters, names, hooks and state dicts are unchanged, and gradients work. The hooks of
-    a submodule are not called if a fused forward does its work.
+    The model runs on `sample` in eval mode, with None in place of a KV cache argument. For every
+    supported module, the swap runs on the inputs that the module receives; it is kept if the
+    outputs agree and, on a GPU, if it is faster. Then the model runs again with all kept swaps.
+    Parameters, names, hooks and state dicts are unchanged, and gradients work. A fused forward does
+    not call the hooks of the submodules that it replaces.
 
     ==========  ===================================================================================
     attention   Hugging Face transformers: `attn_implementation="cukit"`
@@ -151,7 +152,7 @@ def optimize(
         :class:`Optimized`: a callable with the report, which can restore the model.
 
     Raises:
-        ConfigError: an option, or an unknown kind.
+        ConfigError: an invalid option, an unknown kind, or cuda_graph for a model on the CPU.
 
     >>> import torch, cukit.torch as ckt
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8))
@@ -292,7 +293,7 @@ def _best(
                 _median_us(lambda: trial(*args, **kwargs), repeats)  # noqa: B023
                 if on_gpu else None
             )  # fmt: skip
-        except Exception as refusal:  # also of a module that only looks like a known one
+        except Exception as refusal:  # also for modules that only resemble a known one
             reason = (str(refusal) or type(refusal).__name__).splitlines()[0]
             row = SwapReport(*facts, math.nan, math.nan, before_us, None, f"kept: {reason}")
             continue
@@ -366,7 +367,8 @@ def _median_us(call: Callable[[], Any], repeats: int) -> float:
 
 
 class _GraphedForward:
-    """A captured forward; copies inputs to the capture's and returns copies of its outputs."""
+    """A captured forward. A call copies its inputs into the captured tensors, replays the graph and
+    returns copies of the outputs."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, self._tree = pytree.tree_flatten((args, kwargs))

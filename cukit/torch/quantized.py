@@ -67,7 +67,7 @@ class QuantizedLinear(nn.Module):
                 8 bits, 128 columns for 4.
 
         Raises:
-            ConfigError: bits or group_size.
+            ConfigError: invalid bits or group_size.
         """
         if bits not in _BITS:
             raise ConfigError(f"QuantizedLinear: bits must be 8 or 4, got {bits!r}")
@@ -144,8 +144,8 @@ def replace_linear_with_quantized(
         `model`.
 
     Raises:
-        ConfigError: `bits` or `group_size`; `exclude_layers` is a string, not a list; `model` is
-            itself a linear layer.
+        ConfigError: invalid `bits` or `group_size`; `exclude_layers` is a string, not a list;
+            `model` is itself a linear layer.
     """
     if isinstance(exclude_layers, str):
         raise ConfigError(

@@ -17,7 +17,7 @@ from cukit.errors import ConfigError, MissingDependencyError
 from cukit.torch import functional
 
 _OLDEST = (5, 4)
-"""The first version of transformers whose mask functions take what `attention_mask` takes."""
+"""The first version of transformers whose mask functions take the arguments of `attention_mask`."""
 
 
 def register_attention(name: str = "cukit", *, plain_batches: bool = False) -> str:
@@ -79,8 +79,8 @@ def attention_forward(
         module: the calling layer; `module.is_causal` is used if `is_causal` is None.
         query: [batch, heads, seq_len_q, head_dim], any strides with a contiguous last axis.
         key, value: [batch, kv_heads, seq_len_kv, head_dim].
-        attention_mask: the result of :func:`attention_mask`: None, or bool, True for visible keys,
-            which includes causality and window. Numeric masks are added to the scores.
+        attention_mask: the result of :func:`attention_mask`: None, or a bool mask, True for visible
+            keys, that includes causality and window. Numeric masks are added to the scores.
         dropout: must be 0.
         sliding_window: number of keys visible to a query, including its own.
         s_aux: [heads], sinks.
@@ -89,7 +89,7 @@ def attention_forward(
         `(out, None)`, out [batch, seq_len_q, heads, head_dim].
 
     Raises:
-        ConfigError: dropout, or a position bias that requires grad.
+        ConfigError: dropout is not 0, or a position bias or numeric mask requires grad.
     """
     if dropout:
         raise ConfigError(
@@ -140,8 +140,9 @@ def attention_mask(
 ) -> Tensor | None:
     """The mask for :func:`attention_forward`, None if the kernel's options are sufficient.
 
-    They are sufficient for a causal or windowed mask that aligns the last query with the last key.
-    The arguments are those of transformers' mask functions.
+    They are sufficient if nothing is padded and the mask is either causal or windowed, with the
+    last query aligned with the last key, or hides no key. The arguments are those of transformers'
+    mask functions.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -172,8 +173,8 @@ def attention_mask(
 
 
 def _nothing_padded(mask: Tensor | None) -> bool:
-    """Whether the mask masks no position; False during tracing and capture. Reading the mask
-    synchronises, as in transformers' own implementations."""
+    """Whether the mask masks no position; False if it cannot be read, during torch.compile and CUDA
+    graph capture. Reading it synchronises, as in transformers' own implementations."""
     if mask is None:
         return True
     if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):

@@ -1,5 +1,5 @@
-// Float32 multiply-adds and little else: measures the rate of the vector units, and has a time that
-// is determined by its rounds alone.
+// Float32 multiply-adds and little else: measures the throughput of the FP32 units, in a time that
+// depends on `rounds` alone.
 //
 //   CHAINS times: x = thread / 1024 + chain, then 8 * rounds times: x = x * scale + shift
 //   out[thread] = sum of the chains

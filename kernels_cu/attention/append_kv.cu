@@ -2,14 +2,14 @@
 //
 //   row slots[i] % block_size of block slots[i] / block_size  <-  k[i], v[i]
 //
-// RoPE as in layers/rope.cu, in float; codes as in common/quant/scales.cuh, with one scale per key
-// and head and one per value. Tokens whose slot does not exist are skipped.
+// RoPE as in layers/rope.cu, in float; codes as in common/quant/scales.cuh, with one scale for the
+// key and one for the value of each token and head. Tokens whose slot does not exist are skipped.
 // Papers: Kwon et al., arXiv:2309.06180 (slots); Su et al., arXiv:2104.09864 (RoPE).
 // Mapping: TEAM neighbouring threads process one head of a token: of q, of k or of v, in this
 //   order. A thread holds two chunks of eight elements; in the rotated columns, both elements of
 //   each RoPE pair.
-// Macros: DTYPE float16|bfloat16; CODE 0 caches of DTYPE, 1 e4m3, 2 int8, and with it the macros of
-//   common/quant/scales.cuh; HEADS_Q 0 or more; HEADS_KV; HEAD_DIM, VALUE_DIM multiples of 8;
+// Macros: DTYPE float16|bfloat16; CODE 0 caches of DTYPE, 1 e4m3, 2 int8; 1 and 2 need the macros
+//   of common/quant/scales.cuh; HEADS_Q 0 or more; HEADS_KV; HEAD_DIM, VALUE_DIM multiples of 8;
 //   ROTARY_DIM 0 or a multiple of 16; INTERLEAVED 0|1: pairs (x[2i], x[2i + 1]) instead of
 //   (x[i], x[i + ROTARY_DIM / 2]); SLOT, ID int32|int64 of slots and positions; TEAM a power of two
 //   up to 32; THREADS.
@@ -56,7 +56,8 @@ struct Chunks {
     width_ = width;
   }
 
-  // `cosines`, `sines`: of the head's position; null if it is out of range: the result is NaN.
+  // `cosines`, `sines`: table rows of the token's position. Null for a position out of range: the
+  // result is NaN.
   CUKIT_DEVICE void rotate(const float* cosines, const float* sines) {
     if (!rotates) return;
 #pragma unroll

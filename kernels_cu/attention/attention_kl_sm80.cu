@@ -9,7 +9,8 @@
 // Papers: Wang et al., MiniLM, arXiv:2002.10957 (the loss); Dao, "FlashAttention-2",
 //   arXiv:2307.08691, after Milakov and Gimelshein, arXiv:1805.02867 (the sums).
 // Mapping, shared memory: query_pairs_sm80.cuh, the student's arrays as q and k, the teacher's as
-//   grad_out and v. A warp keeps five sums of each of its 16 rows in registers.
+//   grad_out and v. A warp keeps two maxima and four sums of each of its 16 rows in registers
+//   (kl_rows.cuh).
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256 and VALUE_DIM, of the teacher; PADDED,
 //   VALUE_PADDED; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; DISTILL 1;
 //   KNOWN_T, KNOWN_S, PRECISE (kl_rows.cuh); CAUSAL, WINDOW, VARLEN of score_options.cuh.

@@ -4,7 +4,7 @@
 // tensor cores in the layout of a register operand of the products with dO and Q. Only dQ needs the
 // dS of all keys, which the warpgroups exchange through shared memory (two stages): with 64 columns
 // each computes dQ of 64 queries, with 128 the transpose of dQ of 64 columns.
-// DISTILL: there is no dV, dP is a teacher's scores, and P stays unrounded until dS is computed
+// DISTILL: there is no dV, dP holds a teacher's scores, and P stays unrounded until dS is computed
 // from both. If the student has up to 64 columns and the teacher more, each warpgroup computes the
 // transpose of dQ of half of the queries.
 // dP overlaps the exponentials, dV overlaps dS. Then, with 64 columns, dK overlaps the exchange,
@@ -27,10 +27,10 @@ constexpr int kScoreTiles = 2;  // stages of dS
 constexpr bool kHalfOfQueries = DISTILL && kTransposed && COLUMNS <= 64;
 constexpr int kColumnBytes = TILE_M * 16 * 4;  // sixteen columns of dQ
 constexpr int kStagingBytes = (kHalfOfQueries ? 64 : HEAD_DIM) / 16 * kColumnBytes;
-// Whether V is a register operand of dP: registers are free, and shared memory bandwidth is as much
-// a limit as the tensor cores.
+// Whether V is a register operand of dP: registers are available, and shared memory bandwidth
+// limits the kernel as much as the tensor cores do.
 constexpr bool kValuesInRegisters = HEAD_DIM == 64 && !SOFTCAP && !BIAS;
-// Whether exponentials come before dP: there are no registers to overlap them.
+// Whether exponentials come before dP: there are too few registers to overlap the two.
 constexpr bool kExponentialsFirst = HEAD_DIM == 64 && SOFTCAP;
 constexpr int kExchange = 1;  // named barrier: dS of all keys is in shared memory
 

@@ -1,7 +1,7 @@
 // Score options of the Hopper backward, whose scores have keys as rows (backward_scores.cuh).
 //
 // The rows of a bias or mask are queries, in which a warp's sixteen keys are contiguous: a lane
-// loads keys of one query, and the warp exchanges them.
+// loads keys of one query, and the warp transposes them (movmatrix, ballots).
 //
 // Macros: TILE_M, TILE_N, those of score_options.cuh.
 #pragma once
@@ -29,7 +29,7 @@ struct TileScores {
   const ScoreSettings& settings;
   int first_query, first_key;
 
-  // `head`: in the work item's group; `warp_row`: the warp's first key in the block's tile.
+  // `head`: index in the work item's group; `warp_row`: the warp's first key in the block's tile.
   CUKIT_DEVICE TileScores(const ConsumerWork& work, int head, int tile, int warp_row)
       : head(work.arrays, work.settings, work.batch, work.first_head + head,
              {0, 0, work.first_key + work.keys_left - work.causal_offset,
@@ -117,8 +117,8 @@ class ScoreKeys {
   unsigned tile_, first_key_;
 };
 
-// Whether bias or mask is loaded before the scores are complete. Other combinations of options have
-// no registers to hold it.
+// Whether bias or mask is loaded before the scores are complete. Other combinations of options
+// leave too few registers to hold it.
 constexpr bool kPrefetchBias = BIAS == 1 && !MASK && !SOFTCAP;
 constexpr bool kPrefetchMask = MASK && !SOFTCAP && !BIAS;
 
@@ -202,7 +202,7 @@ struct Prefetched {
 };
 
 // BIAS: turns products into scores in log2 units and, with SOFTCAP, stores their derivatives.
-// biases(n, half) returns the bias of the lane's two scores there.
+// biases(n, half) returns the biases of the lane's scores 4 n + 2 half and 4 n + 2 half + 1.
 template <typename Biases>
 CUKIT_DEVICE void add_biases(Scores& scores, const ScoreKeys& slopes, const TileScores& tile,
                              float scale_log2, const Biases& biases) {
@@ -253,8 +253,8 @@ CUKIT_DEVICE void add_bias(Scores& scores, const ScoreKeys& slopes, const TileSc
 #endif
 }
 
-// MASK: -infinity where the byte is 0. A lane holds sixteen keys of one query; ballots give it, for
-// each of its two keys, the bits of 32 queries.
+// MASK: -infinity where the byte is 0. A lane holds sixteen keys of one query; ballots give each
+// lane the bits of 32 queries for each of the two keys of its scores.
 CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Prefetched& prefetched) {
 #if MASK
   if constexpr (!kPrefetchMask) prefetched.load_mask(tile);

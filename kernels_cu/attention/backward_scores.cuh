@@ -49,7 +49,7 @@ CUKIT_DEVICE void multiply_queries(float (&gradient)[N], const Packed& scores,
 
 // Sets scores to -infinity where the key is not below `keys`, or is masked by CAUSAL or WINDOW.
 // `opposite`: the query on the diagonal of the lane's first row, key - causal offset, counted from
-// the tile's first.
+// the tile's first query.
 CUKIT_DEVICE void mask(Scores& scores, int key, int keys, int opposite,
                        const ScoreSettings& settings) {
   const int lane_column = threadIdx.x % 4 * 2;
@@ -173,8 +173,8 @@ CUKIT_DEVICE void pack_scores(Packed& packed, const Scores& scores) {
     }
 }
 
-// Masks a tile's scores by length, CAUSAL and WINDOW. `key`: the lane's first, counted from the
-// block's.
+// Masks a tile's scores by length, CAUSAL and WINDOW. `key`: the lane's first key, counted from the
+// block's first key.
 CUKIT_DEVICE void hide(Scores& scores, const ConsumerWork& work, int key, int first_query) {
   const int right = CAUSAL ? 0 : work.settings.window_right;
   const int left = work.settings.window_left;
@@ -213,9 +213,9 @@ struct Results {
 };
 
 #if ROPE
-// Turns dK back by the angle of each key's position. N = HEAD_DIM / 2: the pair of a column is N
-// columns away, in the same thread. dK is multiplied by its factor and rounded first, as where a
-// separate kernel rotates it.
+// Rotates dK back by the angle of each key's position. N = HEAD_DIM / 2: the pair of a column is N
+// columns away, in the same thread. dK is multiplied by its factor and rounded before the rotation,
+// as it is if a separate kernel rotates it.
 template <int N>
 CUKIT_DEVICE void turn_back(float (&gradient)[N], Results& results, int first_row) {
   const int lane_column = threadIdx.x % 4 * 2;

@@ -33,7 +33,7 @@ CUKIT_DEVICE void stage_blocks(unsigned char* staging, const float (&dq)[N]) {
   }
 }
 
-// The warp has staged its part: signals the adder.
+// Signals the adder that this warp has staged its part.
 CUKIT_DEVICE void hand_to_adder(Sums& sums, const PipelineState<kAdders>& state) {
   fence_proxy_async();
   __syncwarp();
@@ -58,7 +58,8 @@ class SumAccess {
   // `counters` of the kernel: the ticket counter, then one per tile.
   CUKIT_DEVICE SumAccess(int* counters, int scratch_tile) : counter_(counters + 1 + scratch_tile) {}
 
-  // Call as early as possible, before the tile has been staged: the load of the counter takes long.
+  // Call as early as possible, before the tile has been staged: the load of the counter has a long
+  // latency.
   CUKIT_DEVICE void begin(const Work& work, const ScoreSettings& settings, int tile) {
     if constexpr (DETERMINISTIC) {
       const int turn = turn_of(work, settings, tile);

@@ -3,11 +3,11 @@
 // Blocks are persistent, one per SM. Each processes one work item (a tile of keys of a head) after
 // the other. The loads of the next item start while the consumers finish the current one.
 //
-// Macros: HEAD_DIM columns of a tile; COLUMNS of Q and K and VALUE_COLUMNS of V and dO, multiples
-//   of 32, that are multiplied, HEAD_DIM where they are not defined; TILE_M queries, TILE_N keys of
-//   a tile, STAGES; QUERY_GRADIENT 0|1 dQ is accumulated too; those of score_options.cuh; DISTILL,
-//   0 where it is not defined: heads of V have a GQA group of their own; ROPE, 0 where it is not
-//   defined: dK is rotated.
+// Macros: HEAD_DIM, at least COLUMNS and VALUE_COLUMNS; COLUMNS of Q and K and VALUE_COLUMNS of V
+//   and dO that are multiplied, multiples of 32, HEAD_DIM where they are not defined; TILE_M
+//   queries and TILE_N keys of a tile; STAGES; QUERY_GRADIENT 0|1: dQ is accumulated too; those of
+//   score_options.cuh; DISTILL, 0 where it is not defined: heads of V have a GQA group of their
+//   own; ROPE, 0 where it is not defined: dK is rotated.
 #pragma once
 
 #include "common/hopper/pipeline.cuh"
@@ -80,9 +80,9 @@ struct MapPlace {
   int row, outer;
 };
 
-// A work item: a tile of keys of a head, and the tiles of queries that attend to them: for one
-// query head after the other from start_tile to end_tile - 1, then from first_tile. Computed by the
-// producer.
+// A work item: a tile of keys of a head, and the tiles of queries that attend to these keys: for
+// one query head after the other from start_tile to end_tile - 1, then from first_tile to
+// start_tile - 1. Computed by the producer.
 struct Work {
   MapPlace map_q, map_kv;
   int batch, key_head, first_key;
@@ -160,8 +160,8 @@ struct States {
 CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, const TensorMap* k,
                         const TensorMap* v, const TensorMap* grad_out, const float* lse_log2,
                         const float* delta, const Work& work, States& states) {
-  // No box is ever entirely outside the tensor: for such a box TMA accesses the base address of the
-  // map, which for maps of sequences (encode_sequence_map) need not be mapped memory.
+  // No box may be entirely outside the tensor: TMA would access the base address of the map, which
+  // for maps of sequences (encode_sequence_map) need not be mapped memory.
   constexpr int kStatistics = TILE_M * 4;
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Position position(work);

@@ -4,8 +4,8 @@
 // The values warpgroup (consumer 0) computes P and accumulates dV, the keys warpgroup (consumer 1)
 // computes dS and accumulates dK. Keys are the rows of both: P and dS leave the tensor cores in the
 // layout of a register operand of the products with dO and Q. The keys warpgroup reads P from
-// shared memory, which has a stage of P for each stage of Q: each thread reads what its counterpart
-// wrote.
+// shared memory, which has a stage of P for each stage of Q. Each of its threads reads the elements
+// that the same thread of the values warpgroup wrote.
 //
 // Timeline of query tile i, which is in stage s of the pipelines of Q and dO. s' is the stage of
 // tile i - 1; "full" and "empty" are the mbarriers of a stage, P[s] is named barrier kProbabilities

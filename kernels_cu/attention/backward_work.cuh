@@ -1,6 +1,7 @@
 // The tile scheduler of the Hopper backward: work items from an atomic counter.
 //
-// Blocks draw tickets. A ticket is the index of a tile of keys in the order of block_order.cuh.
+// Each block takes tickets from the counter. A ticket is the index of a tile of keys in the order
+// of block_order.cuh.
 // VARLEN: plan_sequences.cu has sorted the sequences, those with the most queries first, and
 // computed prefix sums of their tiles of keys.
 //
@@ -52,7 +53,8 @@ struct KeyProblem {
       work.batch = found.head / call.heads;
       work.head = found.head - work.batch * call.heads;
     }
-    // DETERMINISTIC: a work item waits for those with later keys, which therefore come first.
+    // CAUSAL or WINDOW, DETERMINISTIC: a work item adds to dQ after the work items with later keys
+    // (turn_of), which therefore have earlier tickets.
     const int tile =
         (CAUSAL || WINDOW) && DETERMINISTIC ? work.key_tiles - 1 - found.tile : found.tile;
     work.key_head = work.head / call.splits;
@@ -96,7 +98,7 @@ struct KeyProblem {
 
 constexpr int kNoWork = -1;  // steps
 
-// The first producer warp: draws tickets from a counter that starts at 0, publishes the work items
+// The first producer warp: takes tickets from a counter that starts at 0, publishes the work items
 // to the other warps and calls produce(work) for each, until none is left.
 template <typename Produce>
 CUKIT_DEVICE void schedule_work(Shared& shared, const KeyProblem& problem, int* counter,
