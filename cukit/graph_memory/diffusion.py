@@ -52,16 +52,16 @@ def graph_diffusion(
     """Diffuses the rows of a memory over the graph that connects them.
 
     `"pagerank"`: personalised PageRank, `z <- (1 - restart) T z + restart memory`, starting from
-    z = memory. `"heat"`: `exp(-time (I - T)) memory`, the series truncated after `steps` terms and
-    its weights normalised to a sum of 1. Both are convex combinations of `T^s memory`: if the rows
+    z = memory. `"heat"`: `exp(-time (I - T)) memory`, the series truncated after `T^steps` and its
+    weights normalised to a sum of 1. Both are convex combinations of `T^s memory`: if the rows
     of T sum to 1, a constant memory is unchanged; if its columns do, the sum over the nodes is
     preserved.
 
     Args:
         memory: float32|float16|bfloat16 [num_nodes, dim], C-contiguous; float64 on the CPU only.
         transition: `Transition(row_offsets, columns, values)`: int32 [num_nodes + 1], int32
-            [num_edges], float32 [num_edges] (float64 on the CPU only). Offsets and columns are
-            validated on the CPU only.
+            [num_edges], float32 [num_edges] (float64 on the CPU only). The contents of offsets and
+            columns are validated on the CPU only.
         steps: number of products with T, 0 to 1000.
         restart: 0 to 1, for `"pagerank"`.
         method: `"pagerank"` or `"heat"`.
@@ -289,7 +289,7 @@ def _prepare(
             scalars = _PARAMETERS.pack(
                 num_rows=num_nodes, dim=dim, first=first, keep=keep, inject=1 - keep
             )
-            # The first launch must wait: the previous kernel may have written the transition.
+            # Not the first launch: the kernel before it may write the transition.
             dependent = bool(launches or of_slice)
             of_slice.append(Launch(kernel, grid, (scalars,), dependent=dependent))
         launches.append(of_slice)

@@ -54,9 +54,10 @@ def memory_read(
         ArrayError: invalid dtype, shape, layout or device of an argument.
         ConfigError: an option out of range.
 
-    If there are too few queries to fill the GPU, parts of the memory are read in parallel and the
-    results merged. Runs on CuPy's current stream without synchronisation; accumulates in float32,
-    deterministic. Implemented by single-head :func:`flash_attention`.
+    If there are too few queries to fill the GPU, and num_rows is even and at least 1024, parts of
+    the memory are read in parallel and the results merged. Runs on CuPy's current stream without
+    synchronisation; accumulates in float32, deterministic. Implemented by single-head
+    :func:`flash_attention`.
 
     >>> import numpy as np, cukit as ck
     >>> ck.memory_read(np.zeros((1, 2)), np.array([[1.0, 0.0], [3.0, 4.0]]))
@@ -144,7 +145,8 @@ def _repeated(array: Array, parts: int) -> Array:
 
 
 def plan_parts(num_queries: int, num_rows: int, device: Device) -> int:
-    """Number of equal parts of the memory, a power of two, with at most one block per SM."""
+    """Number of equal parts of the memory: 1, or the largest power of two with at most one block
+    per SM and at least _MIN_ROWS rows per part."""
     blocks = -(-num_queries // _QUERIES)
     parts = 1
     while (

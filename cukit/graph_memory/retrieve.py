@@ -40,7 +40,7 @@ _ACCESS = 8
 _MAX_DIM = 256
 MAX_K = 256
 _MAXIMA_BYTES = 128 << 20
-"""Limit of the workspace for the queries of a launch."""
+"""Limit of the group maxima of a batch of queries. A batch of 256, the smallest, may exceed it."""
 _CAPACITY = 4096
 """Keys of 8 bytes that a block can sort in shared memory."""
 _MAX_ROWS = 2**31 - 4097
@@ -57,8 +57,8 @@ def retrieve_top_k(queries: Array, memory: Array, k: int) -> Retrieved:
         k: 1 to 256, at most num_rows.
 
     Returns:
-        `Retrieved(scores, indices)`: float32 and int32 [num_queries, k], best first. Ties are
-        ordered by index, lowest first; a score of NaN is treated as -infinity.
+        `Retrieved(scores, indices)`: float32 (float64 for float64) and int32 [num_queries, k], best
+        first. Ties are ordered by index, lowest first; a score of NaN is treated as -infinity.
 
     Raises:
         ArrayError: invalid dtype, shape, layout or device of an argument.
@@ -153,7 +153,7 @@ def plan_maxima(
     num_queries: int, num_rows: int, dim: int, dtype: str, device: Device
 ) -> MaximaConfig:
     """The launch configuration. All queries of a block share its loads of the memory, so a block
-    has as many queries as fit in registers."""
+    has the most queries that fit in registers."""
     width = -(-dim // 64) * 64
     max_tiles = next(tiles for tiles in (4, 2, 1) if tiles * width <= 512)
     query_tiles = min(max_tiles, _power_of_two(-(-num_queries // 16)))
@@ -170,14 +170,15 @@ def plan_maxima(
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """The launch configuration of a selection of the best entries of each row."""
+    """The launch configuration of a selection of the k best entries of each query."""
 
     threads: int
     capacity: int
     parts: int
 
     def spec(self, from_scores: bool, last: bool) -> KernelSpec:
-        """The kernel variant for input scores or keys."""
+        """The kernel variant. from_scores: inputs are scores, not keys. last: outputs are scores
+        and indices, not keys."""
         defines: tuple[tuple[str, MacroValue], ...] = (
             ("FROM_SCORES", from_scores),
             ("LAST", last),
@@ -191,8 +192,9 @@ class SelectConfig:
 
 @cache
 def plan_select(count: int, k: int, rows: int | None, device: Device) -> SelectConfig:
-    """The launch configuration. A row is split into parts whose candidates fit in a block, and, if
-    `rows` is given and small, into enough parts to fill the GPU."""
+    """The launch configuration. The `count` entries of a query are split into parts whose
+    candidates fit in shared memory and, if `rows`, the number of queries, is given and small, into
+    enough parts to fill the GPU."""
     threads = 1024 if count > 4096 else 256
     capacity = _CAPACITY
     max_part = capacity // k * threads
@@ -207,7 +209,7 @@ class _Launches(NamedTuple):
     maxima: Launch
     select: Launch
     merges: list[tuple[Launch, int]]
-    """Launches that merge parts of a row until one is left, and the number of parts after each."""
+    """Launches that merge the parts of a query until one is left, and the parts left after each."""
     rescore: Launch
     last: Launch
 
@@ -263,7 +265,7 @@ def _select(
     from_scores: bool = False,
     last: bool = False,
 ) -> tuple[Launch, int]:
-    """A selection, and the number of parts per row after it."""
+    """A selection, and the number of parts per query after it."""
     config = plan_select(count, k, rows if from_scores else None, device)
     scalars = (_STRUCTS["SelectParameters"].pack(count=count, parts=config.parts, k=k),)
     spec = config.spec(from_scores, last)

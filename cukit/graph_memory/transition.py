@@ -27,11 +27,11 @@ def transition_from_adjacency(adjacency: Any, *, normalize: str = "row") -> Tran
     """The transition matrix of a random walk over weighted edges.
 
     Args:
-        adjacency: float32|float64 [num_nodes, num_nodes], whose nonzero entries are edges, or a
-            `Transition` whose values are weights.
+        adjacency: float32 [num_nodes, num_nodes], whose nonzero entries are edges, or a
+            `Transition` whose values are weights; float64 on the CPU only.
         normalize: `"row"` divides each row by its sum (D^-1 A); `"softmax"` applies a softmax to
             the edges of each row; `"symmetric"` is D^-1/2 A D^-1/2, for symmetric non-negative
-            weights. Rows without edges, or with a sum of 0, stay 0.
+            weights. Rows with a sum of 0 are not divided.
 
     Returns:
         A `Transition` with float32 values (float64 for float64).

@@ -18,10 +18,11 @@ _MAX_SUM = 2.0**15
 def attention_received(queries: Any, k: Array, *, scale: float | None = None) -> Array:
     """The total attention of each key: float32 [batch, num_heads_kv, seq_len].
 
-        received[j] = sum over queries i and heads of the group of P[i, j]
+        received[j] = sum of the probabilities P[i, j] over queries i and the query heads of a group
 
-    This is the gradient of the values for output gradients of one, so `flash_attention_backward`
-    computes it without materialising the scores; the values have only a few columns.
+    This is the gradient with respect to the values for an output gradient of ones, so
+    `flash_attention_backward` computes it without materialising the scores. The values passed to it
+    are zeros with few columns.
 
     queries: [batch, seq_len_q, num_heads_q, head_dim], of the last tokens; causal.
     """
@@ -56,7 +57,7 @@ def top_positions(scores: Array, seq_len: int, count: int) -> Array:
     """The `count` of `seq_len` positions to keep, ascending: the newest, which have no scores, and
     those with the highest scores.
 
-    scores: [batch, heads, positions]. The first of equal scores wins.
+    scores: [batch, heads, positions]. Of equal scores, the lower position is kept.
     """
     xp = namespace(scores)
     num_scored = scores.shape[-1]

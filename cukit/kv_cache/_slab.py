@@ -27,15 +27,14 @@ _ALIGNMENT = 16
 class KVCacheSlab:
     """Blocks of keys and values for every layer, in one allocation of a memory pool.
 
-    array: [2, num_layers, num_blocks, block_size, num_heads_kv, head_dim]; keys, then values. A
-        block has the same number in all layers.
+    array: [2, num_layers, num_blocks, block_size, num_heads_kv, head_dim]; keys, then values. With
+        int4 the last axis has head_dim / 2 bytes. A block has the same number in all layers.
     scales: with 8-bit codes, float32 [2, num_layers, num_blocks, block_size, num_heads_kv, 1]; else
         None. Scales are stored after the codes of their block, head by head, so that one copy moves
-        both. The scales and zero points of int4 codes, whose groups are blocks, are stored there
-        too; int4 codes are also stored head by head, because a row of a head is only half of a
-        cache line (head_dim 128).
+        both; the same holds for the scales and zero points of int4 codes. int4 codes are also
+        stored head by head, because a row of a head is only half of a cache line (head_dim 128).
     recent: with int4, [2, num_layers, num_rings, block_size, num_heads_kv, head_dim] in 16 bits,
-        the ring buffers of blocks that are not full yet; else None.
+        the ring buffers of blocks that are not packed yet; else None.
     block_bytes: bytes of a block: keys and values of all layers, with their scales.
     """
 

@@ -53,7 +53,7 @@ class CompressedKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that attention reads: keys, values and their scales."""
+        """Bytes of the stored keys and values and of their scales."""
         return sum(int(part.nbytes) for part in (self.k, self.v, *(self.recent or ())))
 
     @property
@@ -103,8 +103,8 @@ class CompressedKV:
         Args:
             q: [batch, seq_len_q, num_heads_q, head_dim], as for :func:`flash_attention`.
             first_position: position of the first query; by default q are the last of the seq_len
-                tokens. Positions from seq_len on are new tokens, whose own keys
-                `merge_attention_states` can add.
+                tokens. Queries at positions from seq_len on belong to new tokens;
+                `merge_attention_states` can add the attention over the keys of new tokens.
             scale, return_lse: as for :func:`flash_attention`.
 
         Returns:
@@ -178,10 +178,10 @@ def compress_kv(
     | `"kivi4"`, `"kivi2"` | 4 or 2 bits: keys in groups of `group_size` tokens per channel, values in groups of `group_size` channels per token; the `window` newest tokens (default 128) unquantised |
     | `"sink_window"` | the first `sinks` tokens, and the newest up to `budget` tokens in total |
     | `"heavy_hitters"` | `budget` tokens: the `window` newest (default half), and those with the most attention from `queries` |
-    | `"snapkv"` | `budget` tokens: the `window` newest (default 32, at most half), and those with the most attention from the queries of these, max-pooled over `pool_size` neighbours |
+    | `"snapkv"` | `budget` tokens: the `window` newest (default 32, at most half), and those with the most attention from the queries of these newest tokens, max-pooled over `pool_size` neighbours |
 
     Args:
-        k: float32|float16|bfloat16 [batch, seq_len, num_heads_kv, head_dim], rotated already.
+        k: float32|float16|bfloat16 [batch, seq_len, num_heads_kv, head_dim], after RoPE.
         v: as k; its head_dim may differ.
         strategy: see above.
         queries: dtype of k, [batch, seq_len_q, num_heads_q, head_dim], of the last seq_len_q tokens.

@@ -26,7 +26,7 @@ class GroupCodes:
     steps, least: the values' dtype if 16-bit, else float32; the values' shape with one element per
         group along `axis`.
 
-    Plain array code on NumPy and CuPy arrays.
+    Implemented with NumPy or CuPy array operations.
     Paper: Liu et al., KIVI, arXiv:2402.02750.
     """
 

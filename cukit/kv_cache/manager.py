@@ -73,6 +73,7 @@ class KVCacheManager:
 
     Raises:
         ConfigError: an argument outside its range, an unknown request, or one that exists already.
+        ArrayDtypeError: an unsupported dtype of the cache or of tokens.
         OutOfMemoryError: more blocks are needed than are free or evictable.
 
     References: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180) for blocks and copy-on-write;
@@ -145,8 +146,9 @@ class KVCacheManager:
     ) -> int:
         """Starts a request; returns the length of its cached prefix in tokens.
 
-        The prefix never includes the last token, whose output must be computed. salt: only requests
-        with equal salts share blocks. priority: rank of its cached blocks with policy "priority".
+        The prefix never includes the last token, because its output must be computed. salt: only
+        requests with equal salts share blocks. priority: rank of the request's cached blocks with
+        policy "priority".
         With int4, the caller packs the new full blocks as they are computed (`pack_kv`).
         """
         if request in self._sequences:
@@ -174,7 +176,7 @@ class KVCacheManager:
         return self._slots(sequence, len(sequence.tokens) - len(added))
 
     def append_each(self, requests: Sequence[Hashable], tokens: Tokens) -> npt.NDArray[np.int64]:
-        """A decode step: appends one token to each request; returns their slots, int64 [requests].
+        """A decode step: appends a token to each request; returns the slots, int64 [requests].
 
         One launch copies all shared blocks that must be copied.
         """
@@ -491,7 +493,8 @@ class KVCacheManager:
         tokens = sequence.tokens[: num_full * self.block_size].tobytes()
         blocks = sequence.blocks[:num_full].tolist()
         known = self._tree.peek(tokens, sequence.salt)
-        # A block shared with a fork is published by its last owner: the fork holds no lock on it.
+        # The last owner publishes a block shared with a fork: the forks' locks on tree nodes would
+        # not protect it from eviction.
         end = next((i for i in range(known, num_full) if self._references[blocks[i]] > 1), num_full)
         step = self.block_size * TOKEN_BYTES
         node, known = self._tree.insert(

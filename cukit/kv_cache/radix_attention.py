@@ -20,8 +20,8 @@ _OP = "RadixAttention"
 class _PromptStep(NamedTuple):
     """The arrays of a prompt step over an int4 cache, which all layers share.
 
-    The step's keys and values are read unquantised from a temporary array of `num_rows` rows, which
-    serves as the ring buffer of its only request, before full blocks are quantised.
+    Attention reads the step's keys and values unquantised from a temporary array of `num_rows`
+    rows, the ring buffer of the step's only request. Full blocks are quantised afterwards.
     """
 
     table: Array
@@ -51,15 +51,17 @@ class RadixAttention:
         num_heads_q: number of query heads.
         max_batch: maximum requests per step.
         max_blocks: maximum blocks per request; default all blocks of the cache.
+        dtype: of q, k and v; required with an int8 or float8_e4m3 cache.
         window_size, softcap, sinks, scale, batch_invariant, checked: as for
             :func:`paged_attention`. Attention is causal.
 
     Raises:
-        ConfigError: a step is started before the last one has ended; or as for the manager.
+        ConfigError: a step is started before the previous step has ended; or as for the manager.
         OutOfMemoryError: as for the manager. The failed call changes nothing.
 
     This object owns the tables, slots and positions of steps of at most max_batch tokens, so a
-    captured decode step can be replayed after any `append` to the same number of requests.
+    decode step captured in a CUDA graph can be replayed after any `append` to the same number of
+    requests.
     Paper: Zheng et al., SGLang (RadixAttention), arXiv:2312.07104.
 
     >>> import numpy as np, cukit as ck
@@ -93,7 +95,7 @@ class RadixAttention:
         self._max_blocks = cache.num_blocks if max_blocks is None else max_blocks
         layers = range(slab.shape[1])
         self._caches = [(cache.keys(layer), cache.values(layer)) for layer in layers]
-        """Per layer; `slots` index its rows, except with int4."""
+        """The keys and values of each layer. Slots are rows of these arrays, except with int4."""
         rings = cache.slab.recent
         if rings is not None:
             options.setdefault("dtype", rings.dtype)
@@ -118,7 +120,7 @@ class RadixAttention:
         self.positions: Array = self._memory[1][:0]
         """Positions of the step's tokens, int32 [requests, tokens], for `rope`."""
         self.length = 0
-        """Length of the longest request before the step."""
+        """Tokens of the longest request before the step."""
 
     # Steps ----------------------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ class RadixAttention:
             q: [requests, tokens, num_heads_q, head_dim] of the step's tokens, in the dtype of the
                 cache or, if it is quantised, in the `dtype` of the constructor.
             k, v: as q, with num_heads_kv.
-            layer: each layer once per step, in any order.
+            layer: index of the layer; each layer once per step, in any order.
             cos, sin, interleaved: as for :func:`append_kv`, which then rotates q and k by
                 `positions`. Without them q and k are expected to be rotated already, if at all.
 
@@ -226,7 +228,7 @@ class RadixAttention:
     def free(self, request: Hashable, *, keep: bool = True) -> None:
         """Ends a request. keep: its full blocks stay cached until they are evicted.
 
-        During a step of this request alone, the step is aborted and nothing is kept.
+        If the current step has only this request, the step is aborted and nothing is kept.
         """
         if request in self._requests:
             if len(self._requests) > 1:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class KVCacheBlock:
     """The state of one block.
 
-    number: its index along axis 2 of the slab.
-    references: requests that hold it, plus one for the prefix tree.
+    number: its index along axis 2 of `KVCacheManager.slab.array`.
+    references: requests that hold it, plus one if the prefix tree holds it.
     cached: whether the prefix tree holds it.
     """
 
@@ -21,8 +21,8 @@ class KVCacheBlock:
 
 @dataclass(frozen=True)
 class KVCacheStatistics:
-    """Block counts (free + evictable + held = all), the tokens of all prompts, and how many of
-    them were cached."""
+    """Block counts (free + evictable + held = all), bytes of swapped requests in host memory,
+    tokens of all prompts so far and how many of these were cached, blocks evicted so far."""
 
     num_blocks: int
     free_blocks: int

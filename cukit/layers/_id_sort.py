@@ -12,7 +12,7 @@ from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 
 _THREADS = 256
 _FEWEST_DIGIT_BITS = 8  # one bin per thread
-_MAX_DIGIT_BITS = 10  # 37 KiB of shared memory
+_MAX_DIGIT_BITS = 10  # 36 KiB of shared memory
 _SMALLEST_CHUNK = 2048
 _MAX_CHUNKS = 64
 """Limited, because every block reads the counts of all chunks."""

@@ -66,7 +66,7 @@ def rows_and_cols(x: Array) -> tuple[int, int]:
 class RowSplit:
     """`lanes` threads share a row, each holding `vecs_per_thread` accesses of `vec` elements.
 
-    A block of `threads` threads has `threads / lanes` groups of lanes, each of which processes
+    A block of `threads` threads has `threads / lanes` groups of lanes; each group processes
     `rows_per_thread` rows at once. Long rows take a whole block: `lanes == threads`.
     """
 
@@ -167,8 +167,8 @@ def _split_long_row(
 def _split_short_row(num_vecs: int, vec: int, threads: int, max_vecs: int) -> RowSplit:
     """The split of a row over a power of two of lanes within a warp.
 
-    Minimises idle lane slots first, then the distance from two accesses per lane. Fewer lanes need
-    fewer shuffles for a reduction.
+    Minimises first the unused accesses of the lanes, then the difference from two accesses per
+    lane. Fewer lanes need fewer shuffles for a reduction.
     """
 
     def lanes_for(per_thread: int) -> int:
@@ -244,7 +244,8 @@ class NormConfig:
 
 
 def plan_feed(split: RowSplit, access_bytes: int, sums: int, device: Device) -> PassFeed:
-    """As many resident blocks as registers allow; for long rows with a prefetch of the next pass.
+    """The most resident blocks that registers allow; for long rows, a prefetch of the next pass if
+    it fits in shared memory.
 
     Blocks of short rows have enough loads in flight without it. sums: as in :func:`split_feed_row`.
     """

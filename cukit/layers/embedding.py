@@ -86,6 +86,7 @@ def embedding_backward(
 
     Raises:
         ArrayError: invalid dtype, shape, layout or device of an argument.
+        ConfigError: `num_embeddings` is negative or above 2^31 - 1.
 
     Deterministic: tokens are sorted by id, and the rows of each id are summed in token order, in
     float32, without float atomics. Workspace: up to 24 bytes per token plus 1/16 of `grad_out`.
@@ -130,7 +131,7 @@ class EmbeddingBackwardConfig:
         )
 
     def join_spec(self) -> KernelSpec:
-        """The kernel that sums the parts of runs that cross chunks."""
+        """The kernel that adds up the partial sums of ids whose tokens span several chunks."""
         return KernelSpec(
             "layers/embedding_backward_join.cu",
             "embedding_backward_join",
@@ -146,8 +147,8 @@ class EmbeddingBackwardConfig:
 def plan_embedding_backward(
     num_tokens: int, hidden: int, dtype: str, vec: int, out_dtype: str, *, span: int = 64
 ) -> EmbeddingBackwardConfig:
-    """The launch configuration: chunks short enough to fill the GPU, and long enough to make runs
-    that cross chunks rare.
+    """The launch configuration: chunks short enough to fill the GPU, and long enough that few runs
+    of equal ids cross chunks.
 
     vec: elements per access, a divisor of `hidden`. span: for tuning; a multiple of 8.
     """

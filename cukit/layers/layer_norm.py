@@ -116,7 +116,7 @@ def layer_norm_backward(
         `(grad_x, grad_weight, grad_bias)`, dtype of `x`; `grad_bias` is None unless `has_bias`.
 
     Raises:
-        ArrayError: as :func:`layer_norm`.
+        ArrayError, ConfigError: as :func:`layer_norm`.
 
     Deterministic: weight and bias gradients are summed in a fixed order, without atomics.
     """

@@ -30,6 +30,8 @@ def linear_rope(
 ) -> Array:
     """Queries, keys and values of an attention layer: `x w^T` with the first heads rotated.
 
+    The rotation is that of :func:`rope` without `interleaved`.
+
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only.
         w: dtype of `x`, [heads * head_dim, k]: the rows of the rotated heads, then of the others.

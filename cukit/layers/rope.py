@@ -377,7 +377,7 @@ def _vec(half: int, rest: int, tables: tuple[Array, Array], arrays: Sequence[Arr
     """The widest access to which all heads, all copied elements and all table rows are aligned."""
     strides = [stride for x in arrays for stride in _element_strides(x)]
     vec = access_width(math.gcd(half, rest, *strides), *arrays)
-    table_vec = access_width(half, *tables)  # wider table rows take several accesses
+    table_vec = access_width(half, *tables)  # 8 elements of a table take two accesses
     return vec if min(vec, ACCESS_BYTES // tables[0].itemsize) <= table_vec else table_vec
 
 

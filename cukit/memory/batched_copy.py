@@ -1,4 +1,4 @@
-"""Copies many byte ranges in a single launch; used by defragmentation."""
+"""Copies many byte ranges in a single launch; used by defragmentation and by KV caches."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def batched_copy(memory: Array, moves: Moves | Sequence[tuple[int, int, int]]) -
         `memory`.
 
     Raises:
-        ArrayError: `memory`; a move outside it or not a multiple of 16; any other overlap.
+        ArrayError: invalid dtype, shape or layout of an argument; a move that is outside `memory`,
+            has a negative size or (GPU) an unaligned address or size; any other overlap.
 
     One launch for any number of moves, on CuPy's current stream. Deterministic.
 
@@ -121,7 +122,7 @@ class MovePlan:
     def of(cls, rows: Moves, memory: Moves | None = None, *, ordered: bool = False) -> MovePlan:
         """The plan of moves known to be valid.
 
-        memory: the array that stores the table, [more than len(rows), 3]; by default a new one.
+        memory: the array that stores the table, [at least len(rows) + 1, 3]; by default a new one.
         """
         table = (
             np.empty((len(rows) + 1, 3), np.int64) if memory is None else memory[: len(rows) + 1]
@@ -149,7 +150,7 @@ class MovePlan:
         return np.diff(self.table[:, 2])
 
     def moves(self) -> list[Move]:
-        """The moves in an order in which they may be done one by one."""
+        """The moves in an order in which they can be executed one after another."""
         return [
             Move(int(destination), int(source), int(size))
             for (destination, source, _), size in zip(self.table[:-1], self.sizes, strict=True)
@@ -214,7 +215,7 @@ def _overlap(
     if not len(source):
         return False
     reach = np.maximum.accumulate(source + size)
-    first = np.searchsorted(reach, destination, side="right")  # first source that ends after it
+    first = np.searchsorted(reach, destination, side="right")  # first source end > destination
     inside = first < len(source)
     return bool((source[first[inside]] < (destination + size)[inside]).any())
 

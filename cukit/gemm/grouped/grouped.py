@@ -164,7 +164,7 @@ def grouped_gated_linear(
         x, expert_offsets, expert_counts: as for :func:`grouped_gemm`.
         weights: dtype of `x`, [groups, 2 n, k]: the rows of gate, then those of up.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
-        keep: also return the activation's input, which the backward needs.
+        keep: also return `joined`, which a backward pass needs.
 
     Returns:
         `y`, [rows, n] or [groups, capacity, n]; with `keep` also `joined`, the product
@@ -347,7 +347,7 @@ def _prepare_gated(
 
 
 def _specs(kind: str, device: Device) -> list[KernelSpec]:
-    """Variants of each kind of problem: "forward", "gated" or "backward"."""
+    """The kernel variants of an op. kind: "forward", "gated" or "backward"."""
 
     def belongs(problem: GroupedProblem) -> bool:
         product = problem.product
@@ -355,7 +355,7 @@ def _specs(kind: str, device: Device) -> list[KernelSpec]:
             return kind == "gated"
         return kind == ("forward" if product.major_b == "K" else "backward")
 
-    # Every tiling in bfloat16; float16 compiles alike, so only the plan's choice.
+    # bfloat16: every tiling. float16 compiles to similar code: only the planned tiling.
     problems = [each for each in grouped_plan.representative("bfloat16") if belongs(each)]
     planned = [each for each in grouped_plan.representative("float16") if belongs(each)]
     specs = [

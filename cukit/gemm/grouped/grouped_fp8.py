@@ -42,10 +42,10 @@ from cukit.registry import register
 _OP = "grouped_gemm_fp8"
 _ARCH = "sm_90"
 _OUT_DTYPES = (bfloat16, float16)
-_ALIGNMENT = 16  # FP8 codes: the strides of a tensor map are multiples of 16 bytes
-_COLUMNS = 8  # n is a multiple of this: 16 bytes of the result, for the same reason
+_ALIGNMENT = 16  # k is a multiple of this: strides of a tensor map are multiples of 16 bytes
+_COLUMNS = 8  # n is a multiple of this, so that a row of the result is a multiple of 16 bytes
 _PIECE = 64  # rows of the result that one TMA store writes
-_EARLY_ROWS = 4  # extra rows of scales, because loads of them start at multiples of 4 rows
+_EARLY_ROWS = 4  # a box of scales starts up to 3 rows early, at a multiple of 16 bytes
 _MAX_STAGES = 8
 
 
@@ -76,7 +76,8 @@ def grouped_gemm_fp8(
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
-        ConfigError: scales for other block shapes; neither or both of offsets and counts.
+        ConfigError: scales for other block shapes; neither or both of offsets and counts; too many
+            groups.
 
     The tensor cores accumulate 128 products at a time; these partial sums are added in float32. NaN
     and infinities are treated as in :func:`matmul_fp8`; streams and determinism as in

@@ -70,7 +70,7 @@ def prepare_8bit(code: Code, checked: Checked, promoted: bool = False) -> Prepar
 
 
 class Matmul8BitSm90:
-    """A launch of matmul_8bit_sm90.cu for arrays of one description."""
+    """A launch of matmul_8bit_sm90.cu for operands of given shapes and dtypes."""
 
     __slots__ = ("_a", "_b", "_blocks", "_launch", "_out", "_scales", "_staged")
 
@@ -117,7 +117,7 @@ class Matmul8BitSm90:
 
 
 class Matmul8BitSm80:
-    """A launch of matmul_8bit_sm80.cu for arrays of one description."""
+    """A launch of matmul_8bit_sm80.cu for operands of given shapes and dtypes."""
 
     __slots__ = ("_blocks", "_extents", "_kernel", "_launches")
 

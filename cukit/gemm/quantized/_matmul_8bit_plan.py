@@ -162,7 +162,7 @@ _SPLITS = (2, 4)
 
 
 def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
-    """The tilings to choose from, whose accumulators and partial sums fit into registers."""
+    """The tilings to choose from; accumulators and partial sums of each fit into registers."""
     if m > 64:
         if not product.promoted:
             yield Tiling8Bit(128, 256)
@@ -175,7 +175,7 @@ def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8
 
 
 def _splits(tile_m: int, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
-    """Tilings that split k, where all clusters are resident at once and every block has a step."""
+    """Tilings that split k so that all clusters are resident at once and all blocks have steps."""
     for splits in _SPLITS:
         for tile_n in _NARROW:
             tiling = Tiling8Bit(tile_m, tile_n, splits)
@@ -234,7 +234,8 @@ _MEMORY_BYTES_PER_US = 3.2e6
 _MAX_SPLIT_ROWS = 512
 
 _CLUSTERS = {1: 132, 2: 66, 4: 30}
-"""Resident clusters of an H200 with 132 SMs, by blocks per cluster: its GPCs differ in size."""
+"""Resident clusters of an H200 with 132 SMs, by blocks per cluster. Clusters of 4 leave SMs idle,
+because not every GPC has a multiple of 4 SMs."""
 
 
 def cost_us(
@@ -271,7 +272,7 @@ def cost_us(
 def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Config8Bit:
     """The configuration with the shortest estimated time.
 
-    Numbers of tokens m that round to the same value share a tiling (rounded_rows).
+    Values of m for which `rounded_rows(m)` is the same share a tiling.
     """
     best = _fastest_tiling(product, rounded_rows(m), n, k, num_sms)
     return configure(product, best, m, n, num_sms)
@@ -331,7 +332,7 @@ def configure_sm80(
 
 @cache
 def plan_matmul_8bit_sm80(product: Product8Bit, m: int, n: int, num_sms: int) -> Config8BitSm80:
-    """The largest tiles that give every SM one, else 64 x 64, or 32 x 64 for up to 32 rows."""
+    """The largest tile with at least one block per SM; else 64 x 64, or 32 x 64 if m <= 32."""
     for tile in _TILES_SM80:
         config = configure_sm80(product, tile, m, n, num_sms)
         if config.num_blocks >= num_sms:

@@ -19,18 +19,20 @@ _TOKEN_STEP = 16
 _MAX_TOKENS = 256
 _FEWEST_SPLIT_STAGES = 3
 _WHOLE_TOKENS = 128
-"""The most tokens of a float8 tile that is multiplied as a whole; larger ones are halved."""
+"""The most tokens of a float8 tile that is multiplied as a whole; larger ones are multiplied in two
+halves."""
 _FOLD_TOKENS = 64
 _SHORTEST_GROUP = 32
 _FOLD_TOKENS_OF_SHORTEST = 32
-"""With more tokens than these, codes are multiplied by their scales first."""
+"""With more tokens than this (groups of 32) or than _FOLD_TOKENS (longer groups), codes are
+multiplied by their scales first."""
 _TILE_ALIGNMENT = 128
-_EXPANDED_GROUP = 8  # tile rows; the first round of tiles needs half as much weight as with 16
+_EXPANDED_GROUP = 8  # tile rows; with 16, the first round of tiles needs twice the weight blocks
 _EXPANDED_TOKENS = 128
 _EXPANDING_BYTES = 7 * KIB  # static shared memory of the warps that expand the weight
 FEW_TOKENS = 8
 _FEW_ELEMENTS = 2**27
-"""For larger weights, Hopper's tiles of 16 tokens are faster from three tokens up."""
+"""For larger weights, weight_only_sm90.cu (tiles of 16 tokens) is faster from three tokens up."""
 ROW_ELEMENTS = 8  # rows of a tensor map are multiples of 16 bytes
 _RESERVED_BYTES = KIB  # shared memory for barriers and the system
 
@@ -112,7 +114,7 @@ class WeightOnlyConfig:
     group: int
     """Tile rows of a rasterisation group."""
     whole_tiles: int
-    """Tiles that one block computes alone."""
+    """Tiles that one block computes alone; with `splits`, the number of blocks."""
     shared_tiles: int
     """Tiles whose k steps are divided among all blocks."""
 
@@ -186,7 +188,7 @@ def plan_weight_only(
 
 
 def _candidates(tokens: int, weight: WeightDescription, device: Device) -> list[WeightOnlyTiling]:
-    """The tilings to choose from, which divide the tokens evenly."""
+    """The tilings to choose from. All but "expanded" divide the tokens evenly among tiles."""
     n, k = weight.shape
     few = FEW_TOKENS if n * k <= _FEW_ELEMENTS or device.arch != _HOPPER else 2
     if tokens <= few and not weight.float8:
@@ -228,7 +230,8 @@ def _tile_tokens(tokens: int, across: int, step: int) -> int:
 
 
 def _few_warps(weight: WeightDescription, device: Device) -> int:
-    """Warps per block of "few": at most sixteen per SM, so that all blocks are resident at once."""
+    """Warps per block of "few": 8 for int8. For int4 the most of 16, 8 and 4 with which the grid
+    has at most 16 warps per SM, so that all blocks are resident at once; else 2."""
     if weight.dtype.bits == 8:
         return 8
     blocks = -(-weight.shape[0] // 32)
@@ -317,7 +320,7 @@ def configure(
         return WeightOnlyConfig(dtype, weight, tiling, blocks, group, blocks, 0)
     blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
     left = tiles % blocks
-    # With fewer steps than blocks, a block would have none.
+    # With fewer steps than blocks, some blocks would have no step.
     possible = left * weight.steps >= blocks
     group = _raster_group(tiling, weight, blocks, tiles_m)
     config = WeightOnlyConfig(dtype, weight, tiling, min(blocks, tiles), group, tiles, 0)
@@ -330,7 +333,7 @@ def configure(
 def _raster_group(
     tiling: WeightOnlyTiling, weight: WeightDescription, blocks: int, tiles_m: int
 ) -> int:
-    """Tile rows of a group, so that tiles in flight read as many bytes of x as of the weight."""
+    """Tile rows of a group for which tiles in flight read equally many bytes of x and weight."""
     ratio = tiling.tokens * 8 * weight.x_bytes / (tiling.rows * weight.dtype.bits)
     return max(1, min(round(math.sqrt(blocks * ratio)), tiles_m))
 
@@ -345,8 +348,8 @@ _EXCHANGE_CYCLES = 1000
 _EXCHANGE_BYTES_PER_CYCLE = 16  # through distributed shared memory
 _EXPANDED_START_CYCLES = 57_000
 _EXPANDED_STEP_CYCLES = 1800
-_EXPANDED_END_CYCLES = 2800  # of a tile
-_EXPANSION_CYCLES = 4200  # of an SM for a block of the weight
+_EXPANDED_END_CYCLES = 2800  # per tile
+_EXPANSION_CYCLES = 4200  # per SM and block of the weight
 
 
 def _cycles(config: WeightOnlyConfig) -> float:

@@ -65,10 +65,10 @@ def matmul_fp8(
         ConfigError: combinations of scales other than those above; fast_accumulation with scales
             per block.
 
-    Any m, n and k. Rows of codes that are not 16-byte aligned are copied first. With a scale of 0,
-    finite codes give 0. NaN codes and NaN or infinite scales make only the results that they
-    contribute to NaN (or infinite); results beyond the dtype's range become infinite. Runs on
-    CuPy's current stream; deterministic.
+    Any m and n, and k of at least 1. Rows of codes that are not 16-byte aligned are copied first.
+    With a scale of 0, finite codes give 0. NaN codes and NaN or infinite scales make only the
+    results that they contribute to NaN (or infinite); results beyond the dtype's range become
+    infinite. Runs on CuPy's current stream; deterministic.
 
     Scales per block and the promotion of sums: DeepSeek-AI, "DeepSeek-V3 Technical Report",
     arXiv:2412.19437, section 3.3.

@@ -51,7 +51,7 @@ def matmul_int8(
         b: int8 [n, k]; weights. Scales as for `a`; no zero points.
         bias: dtype of the result, [n].
         column_sums: int32 [n], the sum of each row of `b.storage`. Used only if `a` has zero
-            points; each call computes it if it is not given.
+            points; computed by each call if not given.
         out_dtype: bfloat16 (default), float16 or float32.
         out: array to write into, [m, n], on the GPU 16-byte aligned; must not overlap the operands.
 
@@ -61,12 +61,13 @@ def matmul_int8(
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
-        ConfigError: scales of one operand only, or groups of scales along k; a bias without scales.
+        ConfigError: scales of one operand only, or for blocks other than rows or tensors; zero
+            points of `b`; a bias without scales.
 
-    Any m, n and k. Sums can overflow int32, and wrap around, for k above 131,000 (65,000 with zero
-    points). Rows of codes that are not 16-byte aligned are copied first. A NaN scale makes its row
-    or column NaN; results beyond the dtype's range become infinite. Runs on CuPy's current stream;
-    deterministic.
+    Any m and n, and k of at least 1. Sums can overflow int32, and wrap around, for k above 131,000
+    (65,000 with zero points). Rows of codes that are not 16-byte aligned are copied first. A NaN
+    scale makes its row or column NaN; results beyond the dtype's range become infinite. Runs on
+    CuPy's current stream; deterministic.
 
     >>> import numpy as np, cukit as ck
     >>> codes = np.arange(6, dtype=np.int8).reshape(2, 3)

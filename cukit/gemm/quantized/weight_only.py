@@ -66,24 +66,25 @@ def quantized_linear(
     Tensor cores multiply the codes minus their zero points exactly, and each group's sum is
     multiplied by its scale in float32: the result equals the product with the dequantised weight in
     float32, rounded once to the dtype of the result. For more than 64 tokens of 16-bit elements (32
-    with groups of 32), Hopper's kernel multiplies grouped codes by their scales first and rounds
-    them to the dtype of `x`. For many float8 tokens (from about 1400 at n = k = 8192) it expands a
-    weight with groups of 128 to float8 in a temporary of 1.03 n k bytes.
+    with groups of 32), Hopper's kernel first multiplies codes by their group's scale and rounds
+    these products to the dtype of `x`. For many float8 tokens (from about 1400 at n = k = 8192) it
+    expands a weight with groups of 128 to float8 in a temporary of 1.03 n k bytes.
 
     Args:
         x: float16|bfloat16 [..., k], C-contiguous; float32|float64 on the CPU only. If k is not a
             multiple of 8, a padded copy is made. Or a QuantizedArray of float8_e4m3 [m, k], k a
-            multiple of 16, with float32 scales per row or per tensor, or without scales.
+            multiple of 16, with float32 scales per row or per tensor, or without scales; GPUs other
+            than Hopper then run the reference. Must be 16-byte aligned on the GPU.
         weight: [n, k], from `pack_weight` (for float8, with `x_dtype=float8_e4m3`). A
             QuantizedArray is packed by each call; pack it once instead.
         bias: dtype of the result, [n].
-        out: array to write into; [..., n]. It must not overlap the inputs. For 64 tokens or more,
-            Hopper's kernel needs it 16-byte aligned, as it does `x`.
+        out: array to write into; [..., n]. It must not overlap the inputs. On Hopper, it must be
+            16-byte aligned if there are more than 48 tokens.
         out_dtype: of the result if `out` is not given: float16|bfloat16. Default: the dtype of `x`,
             or bfloat16 for float8.
 
     Returns:
-        `out`, [..., n].
+        `out` or a new array, [..., n].
 
     Raises:
         ArrayError, ConfigError: dtype, shape or layout of an argument.
@@ -267,7 +268,7 @@ class ExpandedLaunch:
 
 
 def _encode_rows(array: Array, *, tokens: int, columns: int, box: tuple[int, int]) -> Any:
-    """A tensor map of the array as [tokens, columns], without padding beyond `columns`."""
+    """A tensor map of the first `columns` columns of the array, which has `tokens` rows."""
     return encode_tensor_map(array.reshape(tokens, -1)[:, :columns], box)
 
 

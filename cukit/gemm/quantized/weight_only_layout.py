@@ -1,8 +1,9 @@
 """Quantised weights, packed in the register order of the tensor cores.
 
-A weight [n, k] is divided into blocks of 64 rows x 128 columns, each contiguous with its scales and
-zero points; kernels_cu/gemm/weight_codes.cuh describes a block. Packing is done once, when a model
-is loaded, with array operations on the device of the weight.
+A weight [n, k] is divided into blocks of 64 rows x 128 columns, each contiguous with the scales and
+zero points of its groups (scales per row are a separate array); kernels_cu/gemm/weight_codes.cuh
+describes a block. Packing is done once, when a model is loaded, with array operations on the device
+of the weight.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class PackedWeight:
         return self.blocks, self.row_scales
 
     def unpack(self) -> QuantizedArray:
-        """A new QuantizedArray with the packed values: groups of at most 128 columns, or rows."""
+        """A new QuantizedArray with one scale per group of at most 128 columns, or per row."""
         return _unpack(self)
 
     def __repr__(self) -> str:

@@ -26,8 +26,8 @@ _AHEAD = 32
 """Entries whose indices the producer warp loads at a time."""
 
 _ZERO_ROWS = 4096
-"""Rows of the blocks of zeros from which missing blocks are loaded. A single block of zeros would
-be in one slice of L2, whose bandwidth would be the limit."""
+"""Rows of the array of zeros from which missing blocks are loaded. With a single block, all these
+loads would access one slice of L2, and its bandwidth would limit the kernel."""
 
 _PARAMETERS = parameter_structs("gemm/parameters.cuh")["BsrParameters"]
 
@@ -173,7 +173,7 @@ def _maps(rows: int, columns: int) -> TensorMapCache:
 
 
 def _encode_parts(array: Array, *, box: tuple[int, int, int]) -> Any:
-    """A map of [k, n] as [n / 64, k, 64]."""
+    """A tensor map of [k, n] as [n / 64, k, 64]."""
     k, n = array.shape
     return encode_tensor_map(array.reshape(k, n // 64, 64).transpose(1, 0, 2), box)
 

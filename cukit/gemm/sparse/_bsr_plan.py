@@ -45,7 +45,7 @@ class BsrTiling:
 
     @property
     def part_k(self) -> int:
-        """Extent of a part of a stage along k, which belongs to one entry."""
+        """Extent along k of the part of a stage that belongs to one entry."""
         return min(self.tile_k, self.block)
 
     @property
@@ -248,4 +248,4 @@ def plan_bsr_sampled(
 
 
 _COLUMN_COST = {256: 1.0, 128: 1.1, 64: 1.7}
-"""Relative time per column of a tile, by columns per consumer: narrow tiles wait for loads of a."""
+"""Relative time per column of a tile, by columns per consumer; loads of a limit narrow tiles."""

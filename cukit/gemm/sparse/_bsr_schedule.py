@@ -86,8 +86,8 @@ def matmul_work(
     indptr: entries before each group of block rows. The tile of an empty group has the `padding`
     entries that are stored after all others.
 
-    Tiles of the same columns are adjacent, longest rows first: concurrent tiles then read the same
-    columns of the dense matrix, and the last tiles are short.
+    Tiles of the same columns are adjacent, groups with most entries first: concurrent tiles then
+    read the same columns of the dense matrix, and the last tiles are short.
     """
     counts = np.diff(indptr)
     rows = np.argsort(-counts, kind="stable")

@@ -320,7 +320,7 @@ def create_sparse_mask(
         density: 0 to 1.
         kind: `"random"`: random blocks; `"banded"`: the blocks nearest to the diagonal of the
             matrix; `"magnitude"`: the blocks of `weight` with the largest sums of squares.
-        weight: an array of `shape`, for `"magnitude"`. A GPU array synchronises.
+        weight: an array of `shape`, for `"magnitude"`. With a GPU array, the call synchronises.
         seed: of the random numbers.
 
     Returns:

@@ -60,9 +60,10 @@ def bsr_matmul(
 
     Sparse times dense and dense times sparse give a dense matrix; dense times dense with a
     `pattern` gives the blocks of the product that are in the pattern. Blocks that are not stored
-    cost nothing. On Hopper, a matrix with so many or so small blocks that a dense product is faster
-    is expanded to a temporary dense matrix. A linear layer with a sparse weight `w` [out, in], and
-    its gradients:
+    are skipped, on the GPU only if they are missing in all block rows of a tile: 64 rows on Hopper
+    (128 with blocks of 128), 128 rows otherwise. On Hopper, a sparse operand is expanded to a
+    temporary dense matrix if the dense product is estimated to be faster. A linear layer with a
+    sparse weight `w` [out, in], and its gradients:
 
         y = bsr_matmul(x, w, transpose_b=True)
         grad_x = bsr_matmul(grad_y, w)
@@ -89,7 +90,7 @@ def bsr_matmul(
 
     Runs on CuPy's current stream. Accumulates in float32; deterministic. For each pattern and shape
     of the dense operands, the first product computes a schedule on the host, copies it to the GPU
-    and waits for the copy; it cannot be captured in a CUDA graph.
+    and waits for the copy; this first call cannot be captured in a CUDA graph.
 
     >>> import numpy as np, cukit as ck
     >>> weight = ck.bsr_from_mask(np.ones((32, 64), np.float32), np.eye(2, 4, dtype=bool), 16)

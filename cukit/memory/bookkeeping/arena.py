@@ -1,9 +1,9 @@
 """Address ranges as spans: cutting, freeing, merging and searching. No driver calls.
 
 A free span carries the key of the stream that freed it, and merges with spans of the same stream.
-A span that no stream still uses carries None: any stream may take it, and it merges with other
-such spans. If a single stream uses the pool, the distinction costs more than it gains, so both
-kinds merge.
+A free span that no stream still uses carries None: any stream may take it, and it merges with other
+spans that carry None. If a single stream uses the pool, the distinction costs more than it gains,
+so spans with and without a key merge.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ class Arena:
 
         A block of a page or more starts at the span's start, or so that it begins or ends at a page
         boundary. The start that takes the fewest wholly free pages is chosen, then the one that
-        leaves the fewest bytes of these pages unused. A page with a live byte cannot be remapped,
-        so a block with one end inside a page blocks a page even after its neighbours are freed, and
-        a block with both ends inside pages blocks two.
+        leaves the fewest bytes of these pages unused. A page with a live byte cannot be remapped:
+        each end of a block that is inside a page prevents the remapping of that page, even after
+        the neighbouring blocks are freed.
 
         A smaller block starts so that the rest of the span still begins or ends at a page boundary,
         where a larger block can use it.
@@ -254,8 +254,9 @@ class Arena:
         """Rebuilds all ranges from these spans; the memory between them is free and merged.
         Returns the addresses and sizes of the free spans, in address order.
 
-        All streams are idle (Streams.mark_all_done), or only the moves are still queued: all free
-        memory, including the old addresses of moved spans, becomes available to every stream.
+        Requires that all streams are idle (Streams.mark_all_done) or only the moves are queued:
+        all free memory, including the old addresses of moved spans, becomes available to every
+        stream.
 
         Args:
             spans: all spans except the free ones; free spans of a captured graph are included.

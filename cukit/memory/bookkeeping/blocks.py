@@ -73,5 +73,5 @@ class Event(NamedTuple):
     thread: int
     call_site: tuple[Frame, ...]
     moved: int | None = None
-    """Of memory that a defragmentation moves: the next address for `free` and `free_completed`, the
-    previous one for `alloc`; else None."""
+    """If a defragmentation moves the memory: the new address for `free` and `free_completed`, the
+    old address for `alloc`; else None."""

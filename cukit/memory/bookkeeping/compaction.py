@@ -29,7 +29,7 @@ from cukit.memory.batched_copy import Moves
 Ints = npt.NDArray[np.int64]
 
 MIN_GAP = 64 << 10
-"""A buffer does not slide over a smaller gap."""
+"""Bytes. A buffer does not slide over a smaller gap."""
 MAX_STEPS = 64
 """A buffer that would need more steps does not slide."""
 MANY_ALIKE = 32
@@ -118,7 +118,7 @@ class Pages:
         return found
 
     def joined(self, chosen: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
-        """Starts and ends of the runs of chosen pages, of which there is at least one."""
+        """Starts and ends of the runs of chosen pages; at least one page must be chosen."""
         number = self.number[chosen]
         breaks = (number[1:] - number[:-1] != 1).nonzero()[0]
         first = np.concatenate((number[:1], number[breaks + 1]))
@@ -180,7 +180,7 @@ def plan_compaction(pieces: Pieces, page_bytes: int, *, remap: bool) -> Plan:
 
 
 def _worth(address: Ints, size: Ints, page_bytes: int, *, remap: bool) -> int:
-    """The largest hole in free memory, or the largest that remapping can make of it."""
+    """Bytes of the largest hole in free memory; with `remap`, of the largest after remapping."""
     best = int(size.max(initial=0))
     if not remap:
         return best

@@ -25,7 +25,7 @@ MAX_PER_GROUP = 32
 
 
 class Movables:
-    """All methods except `note` and `starts_at` require the pool's lock.
+    """The movable buffers. All methods except `note` and `starts_at` require the pool's lock.
 
     live: the live spans by address. Packed buffers are not in it.
     replace_first: Arena.replace_first.
@@ -46,7 +46,7 @@ class Movables:
         """_packed_rows: the rows that the last defragmentation packed, in address order. _first:
         the index in _packed_rows at which each group begins, and the number of rows."""
         self._group_of: Ints | None = None
-        """The group by row, once a buffer is unpacked."""
+        """The group of each row; computed when the first buffer is unpacked."""
         self._empty: list[int] = []
         self._unpinned: set[Holder] = set()
         self.note = self._unpinned.add
@@ -67,7 +67,7 @@ class Movables:
 
     @property
     def addresses(self) -> array[int]:
-        """By row; 0: empty. Not to be changed."""
+        """The address of each row, 0 if the row is empty. The caller must not change it."""
         return self._address
 
     @property
@@ -109,7 +109,7 @@ class Movables:
         self._empty.append(row)
 
     def settle(self) -> None:
-        """Adds the buffers that have lost their pins."""
+        """Adds the noted buffers that have no pins and are not closed."""
         while self._unpinned:
             holder = self._unpinned.pop()
             if holder.row == NO_ROW and not (holder.pins or holder.closed):
@@ -136,9 +136,9 @@ class Movables:
         """Packs all buffers; returns the PACKED spans in address order, their addresses and sizes.
 
         Args:
-            rows: of all buffers.
-            address: of each of them; may be new.
-            size: of each of them.
+            rows: the rows of all buffers.
+            address: their addresses, which may be new.
+            size: their sizes.
             bounds: the addresses of all reservations; no group extends across one.
         """
         np.frombuffer(self._address, np.int64)[rows] = address

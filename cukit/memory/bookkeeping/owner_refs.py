@@ -69,7 +69,8 @@ class Queues:
         self.by_stream: dict[Hashable, dict[int, Queue]] = {}
 
     def of(self, stream: Hashable, size: int) -> Queue:
-        """The queue of a stream and size, created while there are few. Needs the pool's lock."""
+        """The queue of a stream and size, created if needed; the common queue if there are already
+        MAX_QUEUES others. Needs the pool's lock."""
         sizes = self.by_stream.setdefault(stream, {})
         queue = sizes.get(size)
         if queue is not None:

@@ -69,7 +69,7 @@ class Span:
         self.epoch = 0
         """The epoch of its stream in which it was freed (streams.py)."""
         self.uses: tuple[Hashable, ...] = ()
-        """Further streams that use it."""
+        """Other streams that use the span."""
         self.holder: Holder | None = None
         """Set if a DeviceBuffer owns the span, which may then be moved."""
         self.owner_ref: OwnerRef | None = None
@@ -211,7 +211,7 @@ class SizeIndex:
         return sum(len(chunk) for chunk in self._chunks)
 
     def __iter__(self) -> Iterator[Span]:
-        """Iterates over a copy, so the index may change meanwhile."""
+        """Iterates over a copy, so the index may be changed during the iteration."""
         return iter([entry[2] for chunk in self._chunks for entry in chunk])
 
     def add(self, span: Span) -> None:

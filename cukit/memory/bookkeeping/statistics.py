@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StreamStatistics:
-    """Memory of one stream. Bytes."""
+    """Memory of one stream, in bytes."""
 
     live_bytes: int = 0
     pending_bytes: int = 0

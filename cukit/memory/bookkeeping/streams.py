@@ -118,7 +118,7 @@ class Streams:
 
     @property
     def single(self) -> bool:
-        """Whether at most one stream uses the pool."""
+        """Whether at most one stream uses the pool; a capture counts as a stream."""
         return len(self.states) <= 2
 
     def mark(self, state: StreamState) -> None:

@@ -34,7 +34,7 @@ class Paging:
 
     page_bytes: int
     spare_bytes: int
-    """Pages that are not mapped."""
+    """Bytes of the pages that are not mapped."""
     remap: bool
     large_pages: int
     """Pages per large page."""
@@ -67,8 +67,8 @@ class FixedSpans(NamedTuple):
     ranges: Sequence[AddressRange]
 
     def grid(self, length: int, count: int, page_bytes: int) -> Grid | None:
-        """The grid for `count` buffers of `length` bytes; None if there is none, or several
-        reservations. The unmapped addresses above all pages are not part of it."""
+        """The grid for `count` buffers of `length` bytes, without the unmapped addresses above the
+        last mapped page; None if `make_grid` has none or there are several reservations."""
         if len(self.ranges) != 1:
             return None
         (part,) = self.ranges
@@ -78,7 +78,7 @@ class FixedSpans(NamedTuple):
         return make_grid(part.address, end, length, count, page_bytes)
 
     def walls(self, grid: Grid) -> array[int]:
-        """Addresses and sizes, alternating, of all spans in the grid."""
+        """Addresses and sizes, alternating, of all fixed spans in the grid."""
         found, end = array("q"), grid.end
         for spans in (self.live, self.idle, self.unmapped):
             for span in spans:
@@ -175,7 +175,7 @@ def measure(address: Ints, size: Ints, paging: Paging) -> Holes:
 
 def measure_slots(grid: Grid, address: Ints, paging: Paging) -> Holes:
     """`measure` for buffers at these addresses, in any order, in a grid without walls or large
-    pages; takes half as many NumPy calls."""
+    pages; takes half the NumPy calls."""
     slot = (address - grid.begin) >> grid.slot_shift
     pages = grid.num_pages - np.count_nonzero(np.bincount(slot >> grid.page_shift))
     slot.sort()
