@@ -43,7 +43,7 @@ _CAPTURABLE_FROM = 2
 
 
 def plan_guard_pages(page_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> KernelSpec:
-    """The kernel for pages of `page_bytes`: with 64 KiB per block, a page of 2 MiB is 32 blocks."""
+    """The kernel for pages of `page_bytes`: one thread block per `chunk_bytes` of a page."""
     defines = (("THREADS", THREADS), ("PAGE_BYTES", page_bytes), ("CHUNK_BYTES", chunk_bytes))
     return KernelSpec("memory/guard_pages.cu", "guard_pages", defines, THREADS)
 

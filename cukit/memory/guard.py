@@ -6,7 +6,7 @@ mapped pages and faults. The rest of the slot holds a pattern; a check finds cha
 allocation itself holds the pattern until it is written.
 
 Slots are filled before they are allocated and checked while the device is idle, so an allocation
-enqueues no work, on any stream, captured or not.
+enqueues no work on the program's streams, captured or not.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ GAP_PAGES = 16
 """Unmapped pages on either side of a slot."""
 
 LARGEST_RECYCLED = 32
-"""Pages. Slots up to this size are powers of two and are reused; larger ones fit their allocation
-and are released."""
+"""Pages. Slots up to this size have a power of two of pages and are reused; larger slots have the
+fewest pages that hold the allocation, and are released after use."""
 
 MAX_READY_BYTES = MAX_UNCHECKED_BYTES = 4 << 30
-"""Maximum bytes in slots ready for reuse, and in freed slots not checked yet; less on a small
-GPU."""
+"""Maximum bytes in slots ready for reuse, and in freed slots not checked yet; but at most 1/8 and
+1/32 of the GPU's memory."""
 
 WORDS = (
-    0xFFFFFFFF,  # NaN in every format, -1
+    0xFFFFFFFF,  # NaN in every format of 8 bits or more, -1
     0x7FFF7FFF,  # NaN in every format of 16 bits or more, a huge index
-    0x7F7F7F7F,  # NaN in 8 and 16 bits, 3.4e38 in bfloat16 and float32
+    0x7F7F7F7F,  # NaN in float8 and float16, 3.4e38 in bfloat16 and float32
     0x7BFF7BFF,  # the largest finite float16
-    0x7F817F81,  # NaN whose quiet bit is not set
-    0xFFC1FFC1,  # NaN with a sign
+    0x7F817F81,  # signalling NaN in bfloat16 and float32
+    0xFFC1FFC1,  # negative quiet NaN in bfloat16 and float32
     0x80808080,  # close to -0.0, a large negative index
 )
 """Fill patterns of one repeated word. A pattern `n << 32` stands for hashes with seed n."""
 
 LATEST = 48
-"""The number of allocations that are listed after a fault."""
+"""Maximum number of allocations listed after a fault."""
 
 CALLS = 8
 """Stack frames recorded per allocation."""
@@ -68,7 +68,7 @@ class Allocation(NamedTuple):
     address: int
     size: int
     label: str
-    """GuardedMemory.label at the time."""
+    """GuardedMemory.label at the time of the allocation."""
     call_site: tuple[Frame, ...]
 
     def __str__(self) -> str:
@@ -134,7 +134,7 @@ class Slot:
     """[begin, end): the bytes of all allocations since the slot was filled."""
     end: int = 0
     capture: CaptureKey | None = None
-    """The graph that owns the slot, freed or not, because its launches write to it."""
+    """The capture whose graph keeps the slot, freed or not, because its launches write to it."""
 
 
 _UNUSED = Allocation(0, 0, "nothing", ())
@@ -173,7 +173,8 @@ class GuardedMemory:
         on the same stream, which orders the accesses."""
         self._damage: list[Damage] = []
         self.latest: deque[Allocation] = deque(maxlen=LATEST)
-        """Allocations since the last check, freed or not: candidates after a fault."""
+        """The last LATEST allocations since the last check, freed or not: candidates after a
+        fault."""
         self.free = self._freed.append
 
     def allocate(self, size: int) -> Slot:
@@ -242,7 +243,7 @@ class GuardedMemory:
         try:
             return self._create(size)
         except DeviceOutOfMemory:
-            if capture is not None:  # the host must not wait
+            if capture is not None:  # `_trim` synchronises, which a capture forbids
                 raise
         gc.collect()
         self._trim()

@@ -36,7 +36,10 @@ class History:
         return list(self._events)
 
     def moment(self) -> tuple[list[Event], list[Range]]:
-        """The events, and the ranges after the last of them."""
+        """The events, and the ranges after the last event.
+
+        If other threads change the pool during each of 1000 attempts, the ranges may be newer.
+        """
         for _ in range(1000):
             before = self._latest()
             ranges = self._pool.ranges()
@@ -89,8 +92,8 @@ def timeline(
 ) -> list[Sample]:
     """The pool after each event, computed backwards from the state after the last one.
 
-    The result does not depend on earlier events that are missing. If an event contradicts later
-    ones (the events are not of this pool), the timeline begins after it.
+    Missing earlier events do not change the result. If an event contradicts later events (because
+    they are from different pools), the timeline begins after it.
 
     remaps: whether memory is mapped in pages; if so, reserving addresses takes no memory.
     """
@@ -163,7 +166,7 @@ class FreeMap:
         return [(start, self._size[start]) for start in self._starts]
 
     def add(self, address: int, size: int) -> None:
-        """Raises KeyError if the map already contains part of it."""
+        """Raises KeyError if the map already contains part of this piece."""
         place = bisect_left(self._starts, address)
         end = address + size
         if place < len(self._starts) and self._starts[place] < end:
@@ -178,7 +181,7 @@ class FreeMap:
         self._put(address, size)
 
     def remove(self, address: int, size: int) -> None:
-        """Raises KeyError unless the map contains all of it."""
+        """Raises KeyError unless the map contains all of this piece."""
         place = bisect_right(self._starts, address) - 1
         if place < 0:
             raise KeyError(address)

@@ -115,7 +115,11 @@ class Layout:
                 yield Stretch(first, last - first, kind, address + first - place)
 
     def pieces(self, start: int, end: int, least: float) -> Iterator[Piece]:
-        """The pieces to draw between two places, each of at least `least` bytes unless isolated."""
+        """The pieces to draw between two places.
+
+        Each has at least `least` bytes, except before a gap, before a stretch of at least `least`
+        bytes, and at the end.
+        """
         low, shares = start, dict.fromkeys(KINDS, 0)
         for place, size, kind, _ in self.between(start, end):
             if size >= least or place > low + sum(shares.values()):

@@ -70,7 +70,7 @@ def watch_leaks(pool: MemoryPool) -> Iterator[Callable[[], LeakReport]]:
     check_pool("watch_leaks", pool)
     live: dict[int, tuple[tuple[Frame, ...], int]] = {}
     arriving: set[int] = set()
-    """Next addresses of memory allocated in the block that is moving."""
+    """The new addresses of allocations from the `with` block that are being moved."""
 
     def listen(event: Event) -> None:
         if event.action == "alloc":

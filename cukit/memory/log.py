@@ -36,9 +36,9 @@ BUFFERED = 8192
 """Lines queued before a write to the file."""
 
 MAX_DIGITS = 20
-"""Of a number in the columns Thread and Size."""
+"""Maximum digits of a number in the columns Thread and Size."""
 MAX_SHOWN = 60
-"""Characters of an invalid value that an error message quotes."""
+"""Maximum characters of an invalid value that an error message quotes."""
 
 _TIME = re.compile("([01]?[0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9]|60)[.:]([0-9]{6})")
 _ADDRESS = {
@@ -163,7 +163,8 @@ def format_event(event: LogEvent) -> str:
 
 
 def write_log(path: Path | str, events: Iterable[LogEvent]) -> None:
-    """Writes a complete log. The bytes of the file depend on the events only."""
+    """Writes a complete log. The file's bytes depend only on the events and, if compressed, on the
+    file's name, which is in the gzip header."""
     with _open(check_path("write_log", "path", path), "w") as file:
         file.write(",".join(COLUMNS) + "\n")
         file.writelines(map(format_event, events))
@@ -283,6 +284,6 @@ def _open(path: Path, mode: Literal["r", "w"]) -> TextIO:
     encoding = "utf-8" if mode == "w" else "utf-8-sig"
     if path.suffix != ".gz":
         return path.open(mode, encoding=encoding, newline="")
-    # No time in the gzip header, so that the same events produce the same file.
+    # No time in the gzip header, so that the same events and name produce the same file.
     packed: Any = gzip.GzipFile(path, f"{mode}b", mtime=0)
     return io.TextIOWrapper(packed, encoding=encoding, newline="")

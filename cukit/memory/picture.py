@@ -1,7 +1,7 @@
 """Plots of a pool's address space: SVG for documents, text for terminals.
 
 Free memory has two colours: whole pages, which remapping can gather at new addresses, and parts of
-pages, which become usable only if the blocks beside them move. The SVG contains light and dark
+pages, which join a larger hole only if the blocks beside them move. The SVG contains light and dark
 styles, scoped to one class, so it works as a file and inside any page.
 """
 
@@ -207,7 +207,7 @@ _GLYPHS = {"live": "█", "pending": "▓", "whole": "░", "part": "▒", "unma
 
 
 def map_text(ranges: Sequence[Range], width: int = 96, rows: int = ROWS) -> Text:
-    """The address space as characters; each shows the kind that most of its bytes have."""
+    """The address space as characters; each shows the most frequent kind of its bytes."""
     layout = Layout(ranges, rows)
     result = Text(summary(ranges) + "\n")
     for start, end in layout.rows():
@@ -223,7 +223,7 @@ def map_text(ranges: Sequence[Range], width: int = 96, rows: int = ROWS) -> Text
 
 
 def _column(layout: Layout, start: int, end: int, width: int, number: int) -> str:
-    """The kind of most bytes of one character."""
+    """The most frequent kind of one character's bytes; "gap" if it has none."""
     low = start + number * layout.row_bytes // width
     high = max(min(start + (number + 1) * layout.row_bytes // width, end), low + 1)
     shares = dict.fromkeys(KINDS, 0)

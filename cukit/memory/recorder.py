@@ -22,7 +22,7 @@ class AllocationRecorder:
     """
 
     def __init__(self, writer: LogWriter, inner: Callable[[int], Any] | None = None) -> None:
-        """inner: the allocator to forward to; by default the one that is installed now."""
+        """inner: the allocator to forward to; by default CuPy's current allocator."""
         import cupy
 
         self._cuda = cupy.cuda

@@ -48,9 +48,9 @@ class Grid(NamedTuple):
 
 
 def make_grid(begin: int, end: int, length: int, count: int, page_bytes: int) -> Grid | None:
-    """The grid for `count` buffers of `length` bytes between `begin` and `end`, multiples of the
-    page. None unless a page and a buffer have sizes that are powers of two, a buffer is at most a
-    page, and enough slots are occupied."""
+    """The grid for `count` buffers of `length` bytes between `begin` and `end`, which are multiples
+    of `page_bytes`. None unless `length` and `page_bytes` are powers of two, `length` is at most
+    `page_bytes`, and enough slots are occupied (MIN_OCCUPIED)."""
     if not length or length & (length - 1) or page_bytes & (page_bytes - 1) or length > page_bytes:
         return None
     slot_shift = length.bit_length() - 1
@@ -89,7 +89,7 @@ def fits(grid: Grid, num_rows: int, num_walls: int) -> bool:
 
 @cache
 def plan_slot_planner() -> KernelSpec:
-    """One block: a plan for 2048 buffers takes a few microseconds."""
+    """The kernel; a single thread block plans 2048 buffers in a few microseconds."""
     defines = (
         ("THREADS", _THREADS),
         ("MAX_SLOTS", MAX_SLOTS),

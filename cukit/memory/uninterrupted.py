@@ -20,9 +20,9 @@ _set_handler: Callable[[int, Any], Any] = _in_c.signal
 class Uninterrupted:
     """`with Uninterrupted():` defers an interrupt to the end of the block.
 
-    There, the handler of SIGINT is called, which raises KeyboardInterrupt unless the program has
-    set another one. Python runs signal handlers in the main thread only, so in other threads this
-    does nothing. A nested block does nothing either: the outermost block defers.
+    At the end, the handler of SIGINT is called, which raises KeyboardInterrupt unless the program
+    has set another handler. Python runs signal handlers in the main thread only, so in other
+    threads this class does nothing. A nested block does nothing either: the outermost block defers.
     """
 
     _handler: _Handler | None = None
@@ -68,7 +68,8 @@ class Uninterrupted:
 
 
 class InterruptedAsUsual:
-    """Suspends Uninterrupted inside its block, while the user's callback runs."""
+    """Lifts an enclosing Uninterrupted inside this block: interrupts take effect immediately, while
+    a callback of the program runs."""
 
     _block: Uninterrupted | None = None
 

@@ -13,7 +13,7 @@ from cukit.models.transformer import Transformer
 from cukit.sampling import sample
 
 MAX_TOKENS = 1_000_000
-"""Catches mistyped values of num_tokens: a call returns only after the last token."""
+"""Maximum num_tokens. Catches mistyped values: a call returns only after the last token."""
 
 
 def generate(

@@ -86,9 +86,12 @@ class MetaAttentionState:
     """The state of :meth:`MetaAttention.step` after the tokens so far; updated in place."""
 
     conv: Array
+    """The convolution's last 3 inputs: [batch, 3, channels]."""
     scan: Array
+    """float32 (float64 for float64 parameters) [batch, num_heads, state_dim, head_dim]."""
     k: Array
     v: Array
+    """Keys `k` and values `v` of the attention: [batch, max_len, num_heads, head_dim]."""
     values: Array
     """The convolution's first outputs u, inputs of the filter: [batch, max_len, hidden]."""
     length: int = 0
@@ -244,7 +247,7 @@ class MetaAttention:
         )
 
     def step(self, x: Array, state: MetaAttentionState) -> Array:
-        """The next token of each sequence, x [batch, hidden] -> y like x; updates the state.
+        """Processes the next token of each sequence: x [batch, hidden] -> y like x.
 
         Raises ArrayShapeError if the state is full.
         """

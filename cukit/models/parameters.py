@@ -37,7 +37,7 @@ class Parameters(Mapping[str, Any]):
         self.shapes = dict(shapes)
         self.xp = xp
         self.on_finished: Callable[[Sequence[str]], None] | None = None
-        """If the arrays are gradients: called with the names of completed ones; see `finish`."""
+        """For arrays of gradients: called with the names of completed gradients; see `finish`."""
         matrices = [name for name, shape in self.shapes.items() if len(shape) > 1]
         vectors = [name for name, shape in self.shapes.items() if len(shape) <= 1]
         offset, self._spans = 0, {}
@@ -84,7 +84,7 @@ class Parameters(Mapping[str, Any]):
         return start, start + -(-size // ALIGNMENT) * ALIGNMENT
 
     def groups(self) -> tuple[Any, Any]:
-        """The flat part that weight decay applies to (matrices) and the part it does not."""
+        """The part of `flat` with weight decay (matrices) and the part without."""
         return self.flat[: self.num_decayed], self.flat[self.num_decayed :]
 
     def to_host(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -120,7 +120,7 @@ class Parameters(Mapping[str, Any]):
 
 
 def host_array(array: Any) -> np.ndarray[Any, Any]:
-    """The array if it is NumPy's, else a copy in NumPy, which waits for the GPU."""
+    """The array if it is a NumPy array, else a NumPy copy, after waiting for the GPU."""
     return array if isinstance(array, np.ndarray) else np.asarray(array.get())
 
 

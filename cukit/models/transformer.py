@@ -8,7 +8,8 @@
 There is no tape: `forward` stores what the gradients need in an `Activations`, which `backward`
 consumes in reverse order. The same code runs on NumPy and on CuPy arrays; on the GPU every call is
 asynchronous on CuPy's current stream. `matmul(precision="auto")` chooses the kernel of each product
-from shapes alone, so the choice is the same in every run.
+by a cost model from shapes, strides and dtypes, so the choice is the same in every run on a GPU
+model, unless `tune_matmul` has timed the kernels.
 
 Papers: RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021), SwiGLU (Shazeer 2020), GQA
 (Ainslie et al. 2023).
@@ -329,7 +330,7 @@ class Transformer:
         gradients: Parameters,
         state: StateGradients,
     ) -> Array:
-        """The gradient of the residual stream before the layer, from the one after it."""
+        """The gradient of the residual stream before the layer, from the gradient after it."""
         eps = self.config.norm_eps
         weight = self._layer_weights(index, self.parameters)
         grad = self._layer_weights(index, gradients)

@@ -139,13 +139,14 @@ def adaptive_depth_backward(
     Args:
         grad_out: dtype of the forward's `x`, [tokens, hidden].
         weights, activation: as in the forward.
-        states: as the forward returned them.
+        states: the forward's, from `return_states`.
 
     Returns:
         `(grad_x, grad_weights)`, [tokens, hidden] and [layers, hidden, hidden].
 
     Raises:
         ArrayError: dtype, shape, layout or device of an argument.
+        ConfigError: an unknown activation.
 
     Deterministic.
     """

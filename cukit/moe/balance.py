@@ -39,26 +39,26 @@ def balance_experts(
     num_nodes: int = 1,
     num_groups: int = 1,
 ) -> ExpertPlacement:
-    """Places experts on devices with balanced loads; busy experts are replicated.
+    """Places experts on devices with balanced loads; experts with high loads are replicated.
 
     First, each spare slot gets a replica of the expert with the highest load per replica. Then
     slots are packed onto devices, heaviest first, each onto the least loaded device. With several
     nodes, groups of experts are packed onto nodes first, and a node's experts are replicated only
-    on its own devices: if a group-limited router sends a token to few groups, it visits few nodes.
+    on its own devices: if a router limits a token to few groups, the token is sent to few nodes.
 
     Args:
         loads: [num_experts] or [num_layers, num_experts], not negative: e.g. sums of
             `Routing.expert_counts` over recent batches. Layers are placed independently.
         num_slots: total slots of all devices: at least num_experts, a multiple of num_devices.
         num_devices: a multiple of num_nodes.
-        num_nodes, num_groups: num_groups must divide num_experts, and num_nodes num_groups.
+        num_nodes, num_groups: num_groups must divide num_experts and be a multiple of num_nodes.
 
     Returns:
         The :class:`ExpertPlacement`, with a leading axis of layers if `loads` has one.
 
     Raises:
-        ArrayShapeError: `loads` has no experts, or more than two axes.
-        ConfigError: a negative or undefined load, or inconsistent numbers.
+        ArrayError: `loads` are not numbers, are empty, or do not have one or two axes.
+        ConfigError: a load that is negative or not finite, or inconsistent numbers.
 
     Pure NumPy on the host; the same loads give the same placement. Method: DeepSeek-V3's expert
     parallelism load balancer, arXiv:2412.19437.

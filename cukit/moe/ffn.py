@@ -34,7 +34,7 @@ def moe_ffn(
     capacity: int | None = None,
     keep: bool = False,
 ) -> Array | tuple[Array, ExpertActivations]:
-    """A mixture of SwiGLU experts: each token's output is the weighted sum of its experts'.
+    """A mixture of SwiGLU experts: a token's output is the weighted sum of its experts' outputs.
 
         y[t] = sum_s weights[t, s] down[e] (silu(gate[e] x[t]) * (up[e] x[t])),  e = experts[t, s]
 
@@ -55,7 +55,7 @@ def moe_ffn(
 
     Raises:
         ArrayError: dtype, shape or layout of an argument.
-        ConfigError: `capacity` or `keep` out of range.
+        ConfigError: `capacity` out of range, or `keep` is not a bool.
 
     Runs on CuPy's current stream, without synchronisation; deterministic.
 
@@ -178,7 +178,7 @@ def _check_activations(
 
 
 def _specs(ops: tuple[str, ...], device: Device) -> list[KernelSpec]:
-    """Kernel variants of the ops that this op calls."""
+    """Kernel variants of `ops`, which this op calls."""
     return list(dict.fromkeys(spec for name in ops for spec in get_op(name).specs(device)))
 
 

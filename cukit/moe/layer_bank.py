@@ -48,7 +48,7 @@ _LOGIT_THREADS = 256
 _VECS = 4
 """Vectors per thread of bank_combine_backward."""
 _TOKENS = 32
-"""Tokens that one block of bank_means sums."""
+"""Tokens that one thread block of bank_means sums; more if a sample has over 64 * 32 tokens."""
 
 
 def layer_bank(
@@ -61,7 +61,7 @@ def layer_bank(
     renormalize: bool = False,
     keep: bool = False,
 ) -> Array | tuple[Array, BankActivations]:
-    """Applies the best `top_k` layers of a bank, chosen for each sample by its mean token.
+    """Applies the `top_k` layers of a bank that a router chooses for each sample by its mean token.
 
         p = softmax(router mean_t x[b, t])      y[b] = x[b] + sum_i p_i f(layers[i] x[b])
 
@@ -70,7 +70,7 @@ def layer_bank(
 
     Args:
         x: float16|bfloat16 [batch, seq_len, dim], C-contiguous; float32|float64 on the CPU only.
-        router: float32 [num_layers, dim].
+        router: float32 [num_layers, dim]; also float64 on the CPU.
         layers: dtype of `x`, [num_layers, dim, dim]: rows are outputs.
         top_k: 1 to num_layers, up to 32 on the GPU.
         activation: f: "silu", "gelu", "gelu_tanh" or "relu".
@@ -188,10 +188,10 @@ def layer_bank_backward(
 class LayerBank:
     """A bank of layers that tracks the importance of each layer and can be pruned and grown.
 
-    router: float32 [num_layers, dim].
+    router: float32 [num_layers, dim]; also float64 on the CPU.
     layers: [num_layers, dim, dim].
-    importance: float32 [num_layers], the exponential moving average of `p`, averaged over samples;
-        it adds up to 1.
+    importance: dtype of `router` [num_layers], the exponential moving average of `p`, averaged over
+        samples; it adds up to 1.
     """
 
     def __init__(
@@ -262,10 +262,11 @@ class LayerBank:
         self.importance = self.decay * self.importance + (1 - self.decay) * p
 
     def prune(self, count: int) -> Array:
-        """Removes the `count` least important layers (of equal ones, the last); top_k must remain.
+        """Removes the `count` least important layers (of equally important layers, the last ones);
+        at least `top_k` layers must remain.
 
         Returns the indices of the kept layers, ascending, for selecting the optimizer's state. The
-        importance of the others is rescaled to add up to 1.
+        importance of the kept layers is rescaled to add up to 1.
         """
         num_layers = len(self.router)
         check_integer("LayerBank.prune", "count", count, least=0, most=num_layers - self.top_k)
@@ -278,8 +279,9 @@ class LayerBank:
     def grow(self, count: int, *, seed: int = 0, scale: float = 0.1) -> None:
         """Adds `count` layers with normally distributed weights of variance scale^2 / dim.
 
-        Their router rows are the mean of the existing rows plus noise of the same scale, and their
-        importance is the mean, so that they are chosen about as often as the others.
+        Their router rows are the mean of the existing rows plus noise of the same scale, so their
+        logits are close to the mean logit. Their importance is the mean importance; all importances
+        are then rescaled to add up to 1.
         """
         check_integer("LayerBank.grow", "count", count, least=0)
         check_number("LayerBank.grow", "scale", scale, least=0)

@@ -27,7 +27,7 @@ from cukit.registry import register
 _PARAMETERS = parameter_structs("moe/parameters.cuh")["RoutingParameters"]
 MAX_EXPERTS = 1024
 _MAX_TABLE = 8192
-"""Maximum counters per block, one for each warp and expert: 32 KiB of shared memory."""
+"""Maximum counters per thread block, one for each warp and expert: 32 KiB of shared memory."""
 _FEWEST_BINS = 32
 _MAX_THREADS = 1024
 _SMALLEST_CHUNK = 8
@@ -89,9 +89,9 @@ def expert_order(experts: Array, num_experts: int, *, capacity: int | None = Non
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """The launch configuration of one call: one block for each chunk of `chunk` tokens.
+    """The launch configuration of one call: one thread block for each chunk of `chunk` tokens.
 
-    bins: experts in the tables, num_experts rounded up to a power of two.
+    bins: experts in the tables: num_experts rounded up to a power of two, at least 32.
     """
 
     bins: int
@@ -120,9 +120,9 @@ class OrderConfig:
 def plan_expert_order(
     num_tokens: int, num_experts: int, num_sms: int, top_k: int = 1
 ) -> OrderConfig:
-    """One chunk per SM, because every block adds up the counts of all chunks.
+    """At most one chunk per SM, because every thread block adds up the counts of all chunks.
 
-    There are more chunks if one would have more choices than a counter can hold.
+    There are more chunks if a chunk could have more choices of an expert than a counter can hold.
     """
     bins = max(_FEWEST_BINS, 1 << (num_experts - 1).bit_length())
     threads = min(_MAX_THREADS, _MAX_TABLE // bins * 32)

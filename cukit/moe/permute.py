@@ -33,7 +33,8 @@ from cukit.registry import register
 _PARAMETERS = parameter_structs("moe/parameters.cuh")["PermuteParameters"]
 _WARP = 32
 _FEWEST_THREADS = 128
-"""Minimum threads per block for long rows: smaller blocks would leave an SM half empty."""
+"""Minimum threads per block for long rows: with blocks of one warp, an SM would reach its limit of
+thread blocks at half of its threads."""
 
 
 def moe_permute(
@@ -165,7 +166,7 @@ def _unpermute(op: str, y: Array, rows: Array, weights: Array | None, out: Array
 
 @dataclass(frozen=True)
 class SliceConfig:
-    """Rows are divided into slices of `threads * vecs_per_thread` accesses, one per block."""
+    """Each row is divided into slices of `threads * vecs_per_thread` accesses, one per block."""
 
     threads: int
     vecs_per_thread: int

@@ -218,7 +218,7 @@ class RouterConfig:
     whole: bool
     """Whether one block routes and orders all tokens."""
     blocks_per_sm: int
-    """Register budget: with 2, a block of the dependent launch is resident beside this one."""
+    """Limits the registers: with 2, a thread block of the dependent launch fits on the same SM."""
 
     def spec(self) -> KernelSpec:
         """The kernel that chooses experts."""
@@ -249,7 +249,8 @@ def plan_topk_router(
 
     vec: logits per access, a divisor of `num_experts`.
     """
-    order = plan_expert_order(num_tokens, num_experts, num_sms)  # an expert once per token
+    # top_k is 1 here: a token chooses an expert at most once, so no count exceeds the tokens.
+    order = plan_expert_order(num_tokens, num_experts, num_sms)
     whole = num_tokens <= _WHOLE_TOKENS
     if whole:
         threads = min(order.threads, 32 * _FEW_TOKENS if num_tokens <= _FEW_TOKENS else 512)

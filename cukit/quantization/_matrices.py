@@ -1,4 +1,4 @@
-"""The kernels' view of a blocked array: matrices [num_matrices, rows, cols] with blocks."""
+"""The kernels' view of an array with one scale per block: [num_matrices, rows, cols]."""
 
 from __future__ import annotations
 

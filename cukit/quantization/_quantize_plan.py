@@ -60,7 +60,7 @@ class QuantizeConfig:
     items: 16-byte vectors that a thread loads at once.
     held: whether a block of values is kept in registers.
     num_blocks: thread blocks; for "tensor", per tensor.
-    flat: whether blocks of values divide the rows evenly, with no padding bytes in the codes.
+    flat: whether blocks of values divide the rows evenly and the codes have no padding.
     """
 
     kernel: str
@@ -140,7 +140,7 @@ def _plan_blocks(
     vectors = matrices.block_rows * -(-matrices.block_cols // values)
     held = True
     if vectors <= _WARP * _VECTORS:
-        # A thread holds several vectors of a block, because a scale costs as much as ten values.
+        # Several vectors per thread, because computing a scale costs as much as ten values.
         items = min(_SHARED_VECTORS, vectors)
         threads, team = _THREADS, min(_WARP, _power_of_two(-(-vectors // items)))
         items = -(-vectors // team)

@@ -143,7 +143,7 @@ class DequantizeConfig:
 
     entry: `"dequantize"` or `"encode_scaled"`.
     block: extents of a block of values; 0 for an extent that is not known at compile time.
-    one_scale: whether every vector lies in one block.
+    one_scale: whether no vector crosses a block boundary.
     """
 
     entry: str

@@ -88,8 +88,9 @@ _ITEMS_PER_THREAD = 8  # bytes or values per thread with VEC 1
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """The launch configuration of a conversion: `vec` values per access, 1 for unaligned arrays.
+    """The launch configuration of a conversion.
 
+    vec: values per access; 1 for unaligned arrays and for rows that end in a partly filled byte.
     A thread issues `vecs_per_thread` loads before the first use.
     """
 
@@ -153,7 +154,7 @@ def _prepare(entry: str, values: Array, storage: Array, narrow: NarrowDtype) -> 
 
 
 def _specs(entry: str, device: Device) -> list[KernelSpec]:
-    """All formats from and to 32 and 16 bits, one of them for float16; int4 with padded rows."""
+    """All formats for float32 and bfloat16; int8 for float16; int4 with padded rows."""
     full_rows = [
         plan_encode(entry, narrow, dtype, 1, 1 << 20)
         for narrow in NARROW_DTYPES

@@ -35,7 +35,7 @@ def save_quantized(
 
     path: of the file; an existing file is replaced.
     arrays: by name. A quantised array is stored as `name` (its codes), `name.scales` and
-        `name.zero_points`; the file's header records which belong together.
+        `name.zero_points`; the file's header records which arrays belong together.
     metadata: any JSON-serialisable mapping; `load_quantized` returns it.
     Raises ConfigError if two names collide, DataError if the file cannot be written.
 
@@ -81,8 +81,8 @@ def load_quantized(
     """Reads the arrays and the metadata that :func:`save_quantized` wrote.
 
     device: where to put the arrays, `"cpu"` or `"gpu"`.
-    Raises DataError for a missing or damaged file or one of another format, UnsupportedDeviceError
-    if there is no GPU.
+    Raises DataError for a missing or damaged file or a file of another format,
+    UnsupportedDeviceError if `device` is "gpu" and there is no GPU.
     """
     if device not in ("cpu", "gpu"):
         raise ConfigError(f"load_quantized: device must be 'cpu' or 'gpu', got {device!r}")

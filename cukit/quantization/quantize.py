@@ -68,8 +68,9 @@ def quantize(
             row (a token, an output channel). `axis=None`: all values; `group_size=128`: groups of a
             row; `axis=(-2, -1), group_size=128`: tiles; `axis=-2`: each column.
         zero_points: also compute int8 zero points, in the shape of the scales.
-        clip: `"absmax"` covers the whole range; `"mse"` (integers) tries 16 fractions of it from 1
-            to 17/32 and keeps the one with the least squared error, which is several times slower.
+        clip: `"absmax"` covers the whole range; `"mse"` (integers) tries 16 fractions of the range
+            from 1 to 17/32 and keeps the fraction with the least squared error, which is several
+            times slower.
         scale_dtype: float32, float16 or bfloat16. Codes are computed with the rounded scale.
         power_of_two: round scales up to powers of two (float32 and bfloat16 scales only).
         scale_layout: `"column"` stores float32 scales of groups of a row [..., k] as
@@ -227,7 +228,8 @@ def _check_out(
 def _matrices(
     shape: tuple[int, ...], dtype: NarrowDtype, block: tuple[int, ...], clip: str
 ) -> Matrices:
-    """The kernels' view of `x`. Raises ConfigError for other axes or blocks that share a byte."""
+    """The kernels' view of `x`. Raises ConfigError for unsupported axes, and for int4 blocks that
+    share a byte."""
     matrices = matrices_of(shape, block)
     if matrices is None:
         raise ConfigError(
@@ -283,7 +285,7 @@ def _prepare(
 
 
 class _TensorLaunch:
-    """The two launches of quantize_tensor.cu, for arrays of one description."""
+    """The two launches of quantize_tensor.cu, for arrays of one description (`launch_plan`)."""
 
     __slots__ = ("_codes", "_extremes", "_partial_shape")
 

@@ -105,7 +105,7 @@ def _trace(events: Sequence[Event], streams: _Numbers, *, remaps: bool) -> Itera
     """The events in PyTorch's terms, oldest first."""
     for event in events:
         if event.action in ("segment_alloc", "segment_free") and remaps:
-            continue  # no memory
+            continue  # reserves or releases addresses only
         action: str = "free_requested" if event.action == "free" else event.action
         entry = {
             "action": action,

@@ -72,7 +72,7 @@ class DeviceBuffer:
         return self._holder.closed
 
     def pin(self) -> int:
-        """Returns the address, which stays valid until `unpin` was called as often as `pin`.
+        """Returns the address, which stays valid until every `pin` has been undone by an `unpin`.
 
         Raises PointerError when the buffer is closed.
         """
@@ -97,7 +97,7 @@ class DeviceBuffer:
         finally:
             try:
                 self._unpin(pin)
-            except KeyboardInterrupt:  # interrupted before it began
+            except KeyboardInterrupt:  # interrupted before `_unpin` began
                 self._unpin(pin)
                 raise
 
@@ -126,7 +126,8 @@ class DeviceBuffer:
         return self.pool.provider.array(address, extents, kind, owner)
 
     def close(self) -> None:
-        """Frees the memory, or defers the free to the last array over it. May be called twice."""
+        """Frees the memory, or defers the free until the last pin is removed and the last array
+        over the buffer is destroyed. Repeated calls have no effect."""
         with Uninterrupted():
             if self._holder.close():
                 self.pool._free_buffer(self._holder)
@@ -143,7 +144,7 @@ class DeviceBuffer:
 
 
 def _dtype(dtype: Any) -> np.dtype[Any]:
-    """Raises ArrayDtypeError for object dtypes, zero-byte dtypes, and anything that is no dtype."""
+    """Raises ArrayDtypeError for object and zero-byte dtypes, and values that are not dtypes."""
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except (TypeError, ValueError):

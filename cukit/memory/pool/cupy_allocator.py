@@ -56,8 +56,8 @@ class Pool(Protocol):
 def install(pool: Pool) -> None:
     """Makes `pool` CuPy's allocator in all threads, until `uninstall`.
 
-    On GPUs other than the pool's own, a pool with the same configuration is created when CuPy first
-    allocates there; `pools_of` returns them. Existing arrays stay where they are.
+    On every other GPU, a pool with the same configuration is created when CuPy first allocates
+    there; `pools_of` returns these pools. Existing arrays stay where they are.
 
     Raises:
         ConfigError: the pool is not on a GPU, or this thread is inside `use` (or CuPy's
@@ -198,7 +198,7 @@ def quick_allocator(
         except BaseException as error:
             if ref is not None and ref.target.owner_ref is ref:
                 _put_back(append, ref)
-            # No such queue, or another thread has emptied it.
+            # LookupError, TypeError: there is no such queue, or another thread has emptied it.
             if not isinstance(error, (LookupError, TypeError)):
                 raise
         else:

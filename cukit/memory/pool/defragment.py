@@ -91,11 +91,11 @@ class Defragmenter:
         return UsedSpans.of(self._movables.columns(), fixed)
 
     def _fixed_spans(self) -> FixedSpans:
-        """The used spans that cannot move. The movable ones are the rows of Movables until it is
-        settled again.
+        """The used spans that cannot move. The movable spans are the rows of Movables until
+        Movables is settled again.
 
-        No copy starts before this function returns, and code that has not run for a while takes
-        ten times as long, so empty containers are skipped.
+        The copies start only after this function returns, and with cold caches its code takes ten
+        times as long, so empty containers are skipped.
         """
         arena, live, movables = self._arena, self._live, self._movables
         movables.settle()
@@ -166,8 +166,8 @@ class Defragmenter:
         return copied.moved
 
     def _compact(self, stream: Hashable) -> _Compaction:
-        """Moves buffers. The device is idle when the copies start. Host work that the copies do not
-        depend on overlaps them, and they may still be running on return (`_finish`)."""
+        """Moves buffers. The copies start on an idle device, overlap host work that does not
+        affect them, and may still be running on return; `_finish` waits for them."""
         if self._supply.pending:  # the plan depends on whether these frees are complete
             self._supply.synchronize()
         fixed = self._fixed_spans()

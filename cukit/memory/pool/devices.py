@@ -57,11 +57,11 @@ class DevicePools:
         return pool
 
     def allocate(self, size: int, stream: Any = None) -> int:
-        """Allocates on the current device, see MemoryPool.allocate."""
+        """Allocates on the current device; see MemoryPool.allocate."""
         return self.pool().allocate(size, stream)
 
     def free(self, address: int, stream: Any = None) -> None:
-        """Frees memory from `allocate`, on any device. Raises PointerError."""
+        """Frees memory from `allocate`, on any device. Raises PointerError for other addresses."""
         pools = list(self._pools.values())
         for pool in pools:
             if pool.owns(address):
@@ -73,7 +73,7 @@ class DevicePools:
 
 
 def pools_of(pool: MemoryPool) -> dict[int, MemoryPool]:
-    """By device: the pool itself, and those created for other GPUs when it was installed."""
+    """By device ID: the pool itself, and those that its CuPy allocator created on other GPUs."""
     if not isinstance(pool, MemoryPool):
         raise ConfigError(f"pools_of: pool must be a MemoryPool, got {pool!r}")
     return siblings_of(pool)

@@ -30,8 +30,9 @@ def release_memory(
 ) -> None:
     """Synchronises and releases all memory of a collected pool.
 
-    Nothing is released while raw allocations are live or captured graphs exist, because their
-    addresses may still be used. A pool collected during a capture is released with the next pool.
+    Nothing is ever released if raw allocations are live or captured graphs exist, because their
+    addresses may still be used. The memory of a pool collected during a capture is released when
+    the next pool is collected.
     """
     captured = any(state.private for state in streams.states.values())
     freed = {item.target if isinstance(item, OwnerRef) else item for item in queues.waiting()}

@@ -71,7 +71,8 @@ ROUND_UP = ALIGNMENT - 1
 ROUND_DOWN = -ALIGNMENT
 
 AUTOMATIC_EVERY = 256
-"""Minimum number of allocations between two automatic defragmentations, which synchronise."""
+"""Minimum number of allocations between two automatic defragmentations, each of which synchronises
+the device."""
 
 _pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
 
@@ -92,7 +93,8 @@ class MemoryPool:
     def __init__(
         self, config: MemoryPoolConfig | None = None, provider: Provider | None = None
     ) -> None:
-        """`provider=None`: CUDA virtual memory, else cudaMalloc, else (no GPU) the host."""
+        """`provider=None`: CUDA virtual memory, cudaMalloc if that is unavailable, or the host if
+        there is no GPU."""
         if config is None:
             config = MemoryPoolConfig()
         if not isinstance(config, MemoryPoolConfig):
@@ -197,7 +199,7 @@ class MemoryPool:
     # Allocating and freeing -------------------------------------------------------------------
 
     def allocate(self, size: int, stream: Any = None, _owner: Any = None) -> int:
-        """Returns the address of `size` bytes, a multiple of 512, usable on `stream`.
+        """Returns the address, a multiple of 512, of `size` bytes that `stream` may use.
 
         Raises OutOfMemoryError, whose text and `report` describe how the memory is used.
         """
@@ -326,7 +328,8 @@ class MemoryPool:
             return False
 
     def used_on(self, address: int, stream: Any) -> None:
-        """Declares that work on another stream uses the memory, which its reuse must wait for."""
+        """Declares that work on another stream uses the memory: after `free`, the memory is reused
+        only when the work queued on that stream before the free is complete."""
         with self._locked():
             span = self._span_at(address)
             key = self._stream_key(stream)
@@ -334,7 +337,7 @@ class MemoryPool:
                 span.uses = (*span.uses, key)
 
     def allocate_buffer(self, size: int, stream: Any = None) -> DeviceBuffer:
-        """A movable buffer of `size` bytes that frees itself."""
+        """A movable buffer of `size` bytes that is freed when it is closed or collected."""
         with Uninterrupted():
             address = self.allocate(size, stream)
             span = self._live[address]
@@ -357,7 +360,8 @@ class MemoryPool:
             return self._defragmenter.run(self._current_stream())
 
     def trim(self) -> int:
-        """Releases all wholly free pages to the device; returns the bytes. Waits for streams."""
+        """Releases all wholly free pages to the device, after waiting for all streams; returns the
+        number of bytes."""
         with self._locked():
             self._supply.settle_waiting()
             return self._pager.trim()
@@ -418,7 +422,7 @@ class MemoryPool:
         finally:
             try:
                 close()
-            except KeyboardInterrupt:  # interrupted before it began
+            except KeyboardInterrupt:  # interrupted before `close` began
                 close()
                 raise
 
@@ -452,7 +456,8 @@ class MemoryPool:
                 raise ConfigError(f"remove_listener: {listener!r} is not a listener") from None
 
     def release_capture(self, capture_id: int) -> None:
-        """Returns the private memory of a graph to the pool, after the graph was destroyed."""
+        """Synchronises the device and returns the private memory of a graph to the pool. The graph
+        must not be launched again."""
         check_integer("release_capture", "capture_id", capture_id)
         with self._locked():
             self.provider.synchronize_device()
@@ -497,7 +502,8 @@ class MemoryPool:
         return _Locked(self)
 
     def _unlocked(self, action: Callable[[], T]) -> T:
-        """Unlocks the pool during `action`, in the middle of an allocation: it may use the pool."""
+        """Unlocks the pool during `action`, in the middle of an allocation, so that `action` may
+        use the pool."""
         self._listeners.deliver()
         self._busy = False
         self._release()
@@ -538,11 +544,11 @@ class MemoryPool:
                 lock._release_save()
 
     def _is_simple(self, span: Span) -> bool:
-        """Whether freeing a live span only puts it into its list."""
+        """Whether freeing a live span only appends it to the list of its size."""
         return not (span.uses or span.holder is not None or self._listeners.active)
 
     def _finish_free(self, span: Span) -> None:
-        """Puts a span into its list from any intermediate state of a fast path."""
+        """Completes a free on the fast path from any intermediate state."""
         state = self._states[span.stream]
         cached = state.bins.setdefault(span.size, [])
         if not any(one is span for one in cached):
@@ -555,7 +561,7 @@ class MemoryPool:
     # Slow paths ---------------------------------------------------------------------------------
 
     def _smallest(self, size: int) -> int:
-        """The size of a block of 0 bytes. Raises ConfigError for a negative size."""
+        """The block size for a request of 0 bytes. Raises ConfigError for a negative size."""
         if size < 0:
             raise ConfigError(f"memory pool: size: expected at least 0, got {size}")
         return ALIGNMENT
@@ -620,7 +626,7 @@ class MemoryPool:
             self._requesting.remove(state.key)
 
     def _free_slowly(self, span: Span, stream: Any = None, *, from_finalizer: bool = False) -> None:
-        """`free` with every feature. When it raises, nothing has changed.
+        """`free` in the general case. When it raises, nothing has changed.
 
         `from_finalizer`: the free was deferred, perhaps by a finalizer on another thread.
         """
@@ -653,7 +659,8 @@ class MemoryPool:
             self._listeners.freed(span, completed=not uses)
 
     def _defragment_if_fragmented(self, size: int, state: StreamState) -> bool:
-        """Called before the pool grows: moves buffers if worthwhile; returns whether it helped."""
+        """Called before the pool grows: defragments if worthwhile; returns whether the largest
+        hole grew."""
         counters = self._counters
         free = self._pager.reserved_bytes - counters.live_bytes - self._supply.pending_bytes
         early = counters.allocations < self._next_defragment
@@ -675,7 +682,8 @@ class MemoryPool:
 
     def _release_capture(self, capture: int) -> None:
         """Makes the free memory of a capture available to all streams, and reassigns its live
-        memory to the stream that was captured. The graph is destroyed and its last launch done."""
+        memory to the stream that was captured. The caller ensures that the graph is not launched
+        again and that its last launch is complete."""
         streams, arena = self._streams, self._arena
         states = streams.states
         keys = [key for key in states if isinstance(key, CaptureKey) and key.capture == capture]
@@ -758,7 +766,8 @@ class MemoryPool:
                 raise
 
     def _finish_draining(self) -> None:
-        """Finishes the free that `_drain` was interrupted in, or puts it back into the queue."""
+        """Finishes the free that was in progress when `_drain` was interrupted, or puts it back
+        into the queue."""
         ref = self._draining
         if type(ref) is OwnerRef and ref.target.owner_ref is ref and self._is_simple(ref.target):
             self._finish_free(ref.target)

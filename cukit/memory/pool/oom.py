@@ -22,7 +22,7 @@ from cukit.memory.providers.provider import Provider
 from cukit.memory.uninterrupted import InterruptedAsUsual
 
 MAX_CALLBACKS = 100
-"""The callback is called at most this often for one request."""
+"""Maximum number of calls of the callback for one request."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Recovery:
         """A live span of `size` bytes. Raises OutOfMemoryError."""
         fallbacks = [self._collect_garbage]
         if not state.private:
-            # During a capture of its own stream, a request must not wait.
+            # A request on a stream under capture must not synchronise.
             fallbacks = [self._wait, self._compact, self._trim, self._collect_garbage]
         for fallback in fallbacks:
             fallback(state)
@@ -132,7 +132,7 @@ class Recovery:
         raise error
 
     def _wait(self, state: StreamState) -> None:
-        """Completes pending frees and merges. The next attempt remaps."""
+        """Completes pending frees and merges free memory. The next attempt remaps."""
         self._supply.settle_waiting()
 
     def _compact(self, state: StreamState) -> None:

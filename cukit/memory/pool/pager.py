@@ -40,10 +40,12 @@ WORTH_SPLITTING = 8
 """A large page is split if the part that a block leaves unused is at least 1/8 of the block."""
 
 SHED_AT_ONCE = 32
-"""Pages returned to the device after a request that needed no driver call: about a millisecond."""
+"""Maximum number of pages returned to the device after a request that needed no driver call; this
+takes about a millisecond."""
 
 NEARLY_FULL = 0.9
-"""Share of the limit above which blocks go where they take the fewest wholly free pages."""
+"""Fraction of the limit. In a pool that holds at least this much, blocks are placed where they take
+the fewest wholly free pages."""
 
 
 class Place(NamedTuple):
@@ -241,8 +243,8 @@ class Pager:
         return count - large * self.large_pages - len(self.spare)
 
     def keep_whole(self, span: Span, start: int, size: int) -> Span | None:
-        """Splits the large pages that a block of `size` bytes at `start` would take only part of,
-        in a free span that any stream may use. Returns the span.
+        """Splits the large pages of a free span that a block of `size` bytes at `start` would fill
+        only in part, if any stream may use the span. Returns the span.
 
         Returns None if another process took a page from the device meanwhile; the span is then
         no longer valid.
@@ -253,7 +255,7 @@ class Pager:
             if first is None or (start <= first and first + step <= start + size):
                 continue
             if span.address > first or first + step > span.end or span.stream is not None:
-                continue  # some of it is in use
+                continue  # the large page is partly in use, or reserved for one stream
             used = min(first + step, start + size) - max(first, start)
             if (step - used) * WORTH_SPLITTING < size:
                 continue
@@ -441,7 +443,8 @@ class Pager:
         return None
 
     def _reserve(self, size: int) -> Place | None:
-        """Reserves addresses: as many as the device has memory, because addresses cost nothing."""
+        """Reserves addresses for all of the device's memory, because addresses cost nothing; for
+        `size` bytes if that fails or `size` is larger."""
         _, total = self._provider.memory_info()
         pages = self._pages(size)
         for wanted in (max(pages, self._pages(total)), pages):
@@ -480,8 +483,8 @@ class Pager:
         return self._joined(runs) if self.large_mapped else runs
 
     def _joined(self, runs: Sequence[Run]) -> list[Run]:
-        """Joins adjacent runs. The result descends, because unmapping a run leaves its Span with
-        the bytes below it."""
+        """Joins adjacent runs. The result is in descending order of address, because `unmap` leaves
+        the run's Span with the bytes below the run."""
         joined: list[Run] = []
         for run in sorted(runs, key=attrgetter("address"), reverse=True):
             last = joined[-1] if joined else None
@@ -609,8 +612,8 @@ class Pager:
         del starts[low:high]
 
     def choose(self, count: int, *, single: bool = False) -> tuple[list[Any], int]:
-        """The spare pages to map next, and how many large ones they begin with. `single`: no large
-        ones."""
+        """The spare pages to map next, large pages first, and the number of large pages among them.
+        `single`: no large pages."""
         large = 0 if single else min(len(self.large_spare), count // self.large_pages)
         rest = count - large * self.large_pages
         pages = list(chain.from_iterable(self.large_spare[len(self.large_spare) - large :]))

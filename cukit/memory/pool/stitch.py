@@ -1,15 +1,15 @@
 """Makes holes from the free ends of partly used pages, by mapping those pages a second time.
 
 A page with a live byte cannot be remapped, because the block would change its address. But a page
-can be mapped at several addresses, with each of its bytes in use at one of them. So the free end of
+can be mapped at several addresses if each byte is in use at only one of them. So the free end of
 one page, whole pages, and the free start of another page become one hole at new addresses:
 
     page A  [ live | aliased ]                       page B  [ aliased | live ]
     new     [ aliased |  hole   ...  whole pages  ...   hole | aliased ]
 
-Bytes in use at the page's other address are spans of state ALIASED, at both addresses. When the
-hole's part of such a page is free again, the second mapping is removed, and the bytes are free at
-the first address.
+At each address, the bytes in use at the page's other address are a span of state ALIASED. When the
+hole's part of the page is free again, the second mapping is removed, and the bytes are free at the
+first address.
 
 No byte is accessed through both addresses at once: an access through the other address belongs to a
 later block, hence to a later kernel, and CUDA orders the two. Pages in use are neither unmapped nor

@@ -100,7 +100,7 @@ class Supply:
         return arena.take(span, start, size, state.key)
 
     def _keep_whole(self, span: Span, start: int, size: int, state: StreamState) -> Span | None:
-        """Splits large pages of which the block would take only part; returns the free span for the
+        """Splits large pages that the block would fill only in part; returns the free span for the
         block, or None if the span no longer exists."""
         if span.stream is not None and not state.private and not self._provider.capturing():
             self._streams.poll(state)
@@ -163,7 +163,8 @@ class Supply:
         return alone or fit.span
 
     def settle(self) -> None:
-        """Merges all freed memory; memory whose last use is complete becomes available to all."""
+        """Merges all freed memory; memory whose last use is complete becomes available to all
+        streams."""
         self.poll_pending()
         for state in self._streams.public():
             self._arena.flush(state)

@@ -1,4 +1,4 @@
-"""Graph captures: which one a stream takes part in, and when its graph is destroyed."""
+"""Graph captures: the capture that a stream takes part in, and the destruction of its graph."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from cukit.memory.providers.cuda_driver import call, driver_module
 
-_SEMAPHORE_BYTES = 64  # sem_t has 32 on 64-bit Linux
+_SEMAPHORE_BYTES = 64  # sem_t has 32 bytes on 64-bit Linux
 
 
 @contextmanager
@@ -26,8 +26,8 @@ def between_captures() -> Iterator[None]:
 class _DestroyedFlag:
     """A flag that the driver sets when a graph is destroyed.
 
-    The driver then calls a C function, on an internal thread that must not wait for the GIL. The
-    function is the C library's sem_post; the semaphore is polled later.
+    The driver calls a C function on an internal thread, where waiting for the GIL is forbidden. The
+    function is sem_post of the C library; `poll` reads the semaphore later.
     """
 
     def __init__(self) -> None:

@@ -58,8 +58,8 @@ _REFERENCES_OF_DROPPED = getrefcount(_dropped.owner)
 """The reference count of an object that only a _Stream refers to."""
 
 _STREAMS: dict[int, dict[Hashable, _Stream]] = {}
-"""Streams by device and key, shared by all providers of a device, like the keys that are stored in
-CuPy's stream objects: a second provider may be given streams whose keys the first one has stored.
+"""Streams by device and key. All providers of a device share them, because they share the keys that
+are stored in CuPy's stream objects.
 
 Keeps CuPy's stream objects alive. Otherwise a finalizer in any thread could destroy a stream during
 a driver call of another thread on that stream, which crashes the driver."""
@@ -81,7 +81,8 @@ class CudaDevice:
         device_id: CuPy's device number; None: the current device.
 
     Raises:
-        UnsupportedDeviceError: no GPU, or no device of that number.
+        UnsupportedDeviceError: no GPU, or no device with that number.
+        MissingDependencyError: CuPy is not installed.
     """
 
     uncaptured: Container[Hashable] = (LEGACY_KEY,)
@@ -187,8 +188,8 @@ class CudaDevice:
 
     def _key_in_capture(self, handle: int, stream: Any) -> Hashable:
         """The key of a stream first seen during its capture, when the driver does not return its
-        id. Valid for this capture; later the pool treats it as another stream with the same
-        handle."""
+        id. After the capture the stream gets another key, and the pool treats the two keys as
+        different streams."""
         key = (self._captures.capture_of(handle), handle)
         if handle == _PER_THREAD_HANDLE:
             self._of_thread.key_in_capture = key
@@ -218,7 +219,7 @@ class CudaDevice:
 
     def _call_on(self, key: Hashable, call: Callable[[int], Any]) -> Any:
         """`call(handle)` for a stream, or _GONE if it is destroyed or belongs to another thread."""
-        stream = self._streams.get(key)  # a reference: stays alive even if dropped meanwhile
+        stream = self._streams.get(key)  # this reference keeps it alive if it is dropped meanwhile
         if stream is None:
             return _GONE
         # Thread ids are recycled, so threads are told apart by their thread-local storage.
@@ -308,7 +309,7 @@ class CudaDevice:
         if known is None:
             return None
         if known.owner is None and stream != self.current_stream():
-            return None  # may be destroyed; another thread checks for captures of its own streams
+            return None  # may be destroyed; checked by the thread whose current stream it is
         try:
             capturing = self._call_on(stream, self._runtime.streamIsCapturing)
         except RuntimeError:  # the capture was invalidated, but not ended yet

@@ -154,7 +154,7 @@ class CudaVirtualMemoryDriver:
 def _devices_that_reach(device_id: int) -> list[int]:
     """The device itself and the peers that can access it.
 
-    CuPy enables peer access per context, which does not cover virtual memory.
+    CuPy enables peer access per context, which does not cover memory mapped with cuMemMap.
     """
     count = int(call("cuDeviceGetCount"))
     return [device_id] + [

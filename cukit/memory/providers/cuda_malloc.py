@@ -10,7 +10,7 @@ from cukit.memory.providers.cuda_device import CudaDevice, is_out_of_memory
 from cukit.memory.providers.provider import DeviceOutOfMemory
 
 SEGMENT_BYTES = 2 << 20
-"""cudaMalloc rounds up to this on current GPUs."""
+"""cudaMalloc rounds sizes up to multiples of this on current GPUs."""
 
 
 class CudaMalloc(CudaDevice):
@@ -20,7 +20,8 @@ class CudaMalloc(CudaDevice):
         device_id: CuPy's device number; None: the current device.
 
     Raises:
-        UnsupportedDeviceError: no GPU.
+        UnsupportedDeviceError: no GPU, or no device with that number.
+        MissingDependencyError: CuPy is not installed.
     """
 
     name = "cuda-malloc"

@@ -167,8 +167,8 @@ class CudaVirtualMemory(VirtualPages, CudaDevice):
 
     Raises:
         ConfigError: `page_bytes` is not a positive multiple of the granularity.
-        UnsupportedDeviceError: no GPU, one without virtual memory management, or cuda-bindings is
-            not installed.
+        UnsupportedDeviceError: no GPU, no device with that number, a GPU without virtual memory
+            management, or cuda-bindings is not installed.
         MissingDependencyError: CuPy is not installed.
     """
 

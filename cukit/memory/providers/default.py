@@ -10,6 +10,8 @@ from cukit.memory.providers.provider import Provider
 def default_provider(device_id: int | None = None, most_bytes: int | None = None) -> Provider:
     """CUDA virtual memory; cudaMalloc if the device has none; host memory if there is no GPU.
 
+    Also cudaMalloc if cuda-bindings is not installed.
+
     `device_id`: None is CuPy's current device. `most_bytes`: the limit of the pool, if it has one;
     a small pool gets small pages.
     """

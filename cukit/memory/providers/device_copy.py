@@ -14,7 +14,7 @@ from cukit.core.kernel import NULL
 from cukit.memory.batched_copy import TILE_BYTES, MovePlan, Moves, launch_moves, plan_moves
 
 FEW_MOVES = 4
-"""At most this many moves use cudaMemcpyAsync: no table to upload, no kernel to compile."""
+"""Up to this many moves use cudaMemcpyAsync: no table to upload, no kernel to compile."""
 
 _MAX_MOVES = 1 << 15
 _MAX_TILES = 1 << 17
@@ -45,8 +45,8 @@ class DeviceCopy:
         """Enqueues moves on `stream`, a CuPy stream, on the current device. When it raises, nothing
         is enqueued.
 
-        Moves may slide, see :func:`cukit.memory.batched_copy.batched_copy`. `apart`: they satisfy
-        the conditions of Provider.copy and are not checked.
+        Moves may slide (see :func:`cukit.memory.batched_copy.batched_copy`). `apart`: the moves
+        satisfy the conditions of Provider.copy and are not checked.
         """
         if len(moves) <= FEW_MOVES and (apart or not _overlap(moves)):
             for destination, source, size in moves.tolist():
@@ -58,7 +58,7 @@ class DeviceCopy:
         if not apart:
             plan = plan_moves(moves)
             plan.check_aligned(0)
-        # Held by another thread, or by this one: a finalizer interrupted a call.
+        # Another thread has the lock, or this thread does, and a finalizer interrupted its call.
         if not self._lock.acquire(blocking=False):
             other = DeviceCopy(self._cupy)
             try:

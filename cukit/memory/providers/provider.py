@@ -1,8 +1,8 @@
 """The interface between a pool and a device: pages, copies, and stream order.
 
-The pool never calls CUDA itself. It calls a provider, of which there are three: CUDA virtual
-memory, plain cudaMalloc, and a host provider, whose pages are real and whose only stream is always
-idle. With the host provider all of the pool is tested without a GPU.
+The pool never calls CUDA itself; it calls a provider. There are three: CUDA virtual memory, plain
+cudaMalloc, and a host provider with real pages and a single stream, which is always idle. With the
+host provider, tests cover the whole pool without a GPU.
 
 There are two kinds of provider:
 
@@ -11,9 +11,10 @@ There are two kinds of provider:
 * `can_remap` is false: `reserve` returns usable memory (a segment), `release` frees it, and the
   page methods are never called.
 
-Methods may be called during a graph capture of any stream; a provider whose driver forbids a call
-then changes the thread's capture mode around it. During a capture of the requesting stream, the
-pool calls only memory methods, never methods that record, wait or synchronise.
+Methods may be called during a graph capture of any stream; if the driver forbids a call during a
+capture, the provider relaxes the thread's capture mode around the call. During a capture of the
+requesting stream, the pool calls only memory methods, never methods that record, wait or
+synchronise.
 
 Every method is all or nothing: when it raises, nothing has changed. Lack of memory is reported by
 `DeviceOutOfMemory`; any other exception is a failure, which the pool propagates after restoring a
@@ -32,7 +33,7 @@ from cukit.memory.slot_grid import Grid
 
 
 class DeviceOutOfMemory(Exception):  # noqa: N818
-    """The device lacks the memory. The pool handles it: users get OutOfMemoryError instead."""
+    """The device lacks memory. The pool handles it; callers of the pool get OutOfMemoryError."""
 
 
 @runtime_checkable
@@ -41,7 +42,7 @@ class Provider(Protocol):
 
     A stream is identified by its key: a hashable that is unique in the process. Handles are not:
     the driver recycles them, and the per-thread default streams all have the same one. `stream_key`
-    converts what the user passed to a key.
+    converts a stream object or handle to a key.
     """
 
     name: str
@@ -109,12 +110,13 @@ class Provider(Protocol):
     def move_slots(
         self, grid: Grid, addresses: array[int], walls: array[int], stream: Hashable
     ) -> SlotMoves | None:
-        """Enqueues a compaction of buffers of one size on a stream. The device computes the plan,
-        that of `bookkeeping.slots.plan_slots`. Never blocks the host.
+        """Enqueues a compaction of buffers of one size on a stream. The device computes the same
+        plan as `bookkeeping.slots.plan_slots`. Never blocks the host.
 
-        addresses: of the buffers; 0: none. walls: addresses and sizes, alternating, of the spans in
-        the grid that no buffer can move to. Returns None, and enqueues nothing, if there are too
-        few or too many buffers.
+        addresses: the address of each buffer; 0 for an unused row. walls: addresses and sizes,
+        alternating, of the spans in the grid that no buffer can move to. Returns None, and enqueues
+        nothing, if the compaction exceeds a limit of the device's planner or has too few buffers,
+        or if the device lacks memory for the table of moves.
         """
         ...
 
@@ -142,7 +144,7 @@ class Provider(Protocol):
         ...
 
     def record(self, stream: Hashable) -> Any:
-        """Returns an event that completes when all work queued on the stream so far has."""
+        """Returns an event that completes after all work queued on the stream so far."""
         ...
 
     def is_done(self, event: Any) -> bool:

@@ -62,8 +62,9 @@ class SlotMover:
     ) -> SlotMoves | None:
         """Enqueues the plan and its copies on `stream`, a CuPy stream, on the current device.
 
-        addresses: of the buffers; 0: none. walls: addresses and sizes that no buffer can move to.
-        Returns None, and enqueues nothing, if there are too few or too many buffers.
+        addresses: the address of each buffer; 0 for an unused row. walls: alternating addresses and
+        sizes of the spans that no buffer can move to. Returns None, and enqueues nothing, unless
+        `fits` allows the compaction.
         """
         if not fits(grid, len(addresses), len(walls) // 2):
             return None
@@ -76,7 +77,7 @@ class SlotMover:
 
 
 class _Launcher:
-    """The memory of one compaction, and everything that can be prepared for its launches."""
+    """The memory, arguments and events of one compaction at a time, prepared once."""
 
     def __init__(self, cupy: ModuleType) -> None:
         cuda = cupy.cuda
@@ -126,7 +127,7 @@ class _Launcher:
 
 
 class _Started:
-    """A SlotMoves; returns its launcher."""
+    """A SlotMoves that returns its launcher to the idle ones."""
 
     def __init__(self, launcher: _Launcher, idle: list[_Launcher]) -> None:
         self._launcher, self._idle = launcher, idle

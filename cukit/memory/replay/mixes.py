@@ -6,8 +6,8 @@
                caches grow, and each step needs scratch memory.
 `streams`      Four streams take turns: each needs most of the memory, and keeps a tenth of it until
                its next turn.
-`torture`      Alternating blocks of two sizes; every second one is freed, then a block is allocated
-               that is larger than any hole, though far smaller than all holes together.
+`torture`      Alternating blocks of two sizes; every second one is freed, then three blocks are
+               allocated, each larger than any hole but far smaller than all holes together.
 
 A name and a seed determine the log, on every machine.
 """
@@ -69,7 +69,7 @@ class LogBuilder:
 
 
 def make_log(name: str, seed: int = 0) -> list[LogEvent]:
-    """The log called `name`, see above. Raises ConfigError for an unknown name."""
+    """The log called `name` (see the module docstring). Raises ConfigError for an unknown name."""
     log = LogBuilder()
     _maker(name)(log, random.Random(f"{name} {seed}"))
     return log.events
@@ -145,7 +145,7 @@ class _Request:
 
 
 def _serving(log: LogBuilder, rng: random.Random) -> None:
-    """Weights, then 400 requests of 50 to 16000 tokens, at most 48 at a time."""
+    """Weights, then 400 requests of 48 to 18000 tokens (with output), at most 48 at a time."""
     hidden, vocabulary, max_live = 4096, 32000, 48
     weights = [log.allocate(rng.choice((32, 56, 112)) * MIB) for _ in range(3 * _Request.LAYERS)]
     waiting = 400

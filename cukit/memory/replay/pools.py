@@ -1,4 +1,4 @@
-"""The pools to replay logs on: cukit's, CuPy's two, RMM's and PyTorch's.
+"""The pools to replay logs on: cukit's, CuPy's two, RMM's, and PyTorch's in two configurations.
 
 Each is configured as its documentation recommends; a limit is set through the pool's own option.
 """
@@ -24,7 +24,8 @@ DRIVER_CALL_NS = 5_000
 
 
 def make_pool(name: str, num_streams: int, limit: int | None) -> ReplayPool:
-    """A new, empty pool. Raises MissingDependencyError or UnsupportedDeviceError."""
+    """A new, empty pool. Raises ConfigError for an unknown name, MissingDependencyError or
+    UnsupportedDeviceError."""
     if name not in POOLS:
         raise ConfigError(f"no pool is called {name!r}: expected one of {', '.join(POOLS)}")
     if name != "cukit" and not gpu_available():
@@ -60,7 +61,7 @@ class CukitPool:
 
 
 class ProviderMeter:
-    """Counts the bytes that a pool has taken from its provider, without a cost for other calls."""
+    """Counts the bytes that a pool has taken from its provider; does not slow down other calls."""
 
     def __init__(self, provider: Any) -> None:
         self._bytes = 0

@@ -158,7 +158,7 @@ class ReplayResult:
 
     @property
     def overhead(self) -> float:
-        """Peak reserved over peak live."""
+        """Peak reserved bytes / peak live bytes."""
         return self.peak_reserved_bytes / self.peak_live_bytes if self.peak_live_bytes else 1.0
 
 
