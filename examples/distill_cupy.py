@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/distill_cupy.py              # two GPUs (or mpirun -n 2)
 
 Three students of the same size start from the same weights: one is trained on the text alone, one
-with the teacher, one with the teacher's recorded signals, its 16 likeliest tokens at each position.
+with the teacher, one with the recorded 16 most likely tokens of the teacher at each position.
 Each process has its own batches of `--batch` windows. A run that was killed continues from its last
 checkpoint if it is started with the same options. `cukit distill` also writes a report.
 """

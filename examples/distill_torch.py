@@ -71,7 +71,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         schedule.step()
-        losses.append(loss.detach())  # does not wait for the GPU
+        losses.append(loss.detach())  # without synchronisation
     return [float(each) for each in losses]
 
 

@@ -99,7 +99,8 @@ def serve(
 def shared_prompts(
     text: np.ndarray[Any, Any], num_requests: int, num_prompts: int, shared: int, own: int
 ) -> list[list[int]]:
-    """Requests with a few common prefixes of `shared` bytes, of Zipf-distributed popularity."""
+    """Prompts that start with one of `num_prompts` prefixes of `shared` bytes, whose popularity is
+    Zipf-distributed, and end with `own` bytes from a random place."""
     generator = np.random.default_rng(0)
     popularity = 1 / np.arange(1, num_prompts + 1)
     chosen = generator.choice(num_prompts, num_requests, p=popularity / popularity.sum())
@@ -111,7 +112,7 @@ def shared_prompts(
 
 
 def main(arguments: Sequence[str] | None = None) -> tuple[Outcome, Outcome]:
-    """Serves the requests with a shared cache and without one; prints and returns both."""
+    """Serves the requests with and without sharing; prints and returns both outcomes."""
     parser = argparse.ArgumentParser(description="Serve requests that share prompts.")
     parser.add_argument("--model", type=Path, help="a student from `cukit distill`")
     parser.add_argument("--requests", type=int, default=48)

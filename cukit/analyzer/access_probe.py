@@ -1,8 +1,9 @@
 """Measures the bandwidth that strided loads reach on this GPU.
 
 Memory is transferred in sectors of 32 bytes: a thread that loads 4 bytes while its neighbours load
-from other sectors causes a transfer of 32. The table gives the bandwidth on this GPU for each width
-of accesses and distance between adjacent threads. Advice on a kernel's accesses cites it.
+from other sectors causes a transfer of 32. The resulting table gives the bandwidth on this GPU for
+each width of accesses and distance between adjacent threads. Advice on a kernel's accesses cites
+its rates.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def sector_fraction(width_bytes: int, stride: int) -> float:
 
 
 def num_loads(words: Any, width_bytes: int, stride: int) -> int:
-    """Loads of one launch, each of `width_bytes`."""
+    """The number of loads in one launch, each of `width_bytes`."""
     return int(words.size * 4 // width_bytes // stride)
 
 

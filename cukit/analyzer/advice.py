@@ -19,7 +19,7 @@ SHORT_US = 10.0
 WIDE_BITS = 128
 SLOW_CLOCK = 0.97
 SECTORS_PER_WORD = 4
-"""Sectors of 32 bytes that a request of 32 adjacent threads touches, for each 4 bytes a thread."""
+"""Sectors of 32 bytes in a request of 32 adjacent threads, per 4 bytes accessed by each thread."""
 
 
 def advise(
@@ -46,7 +46,7 @@ def advise_launch(
 ) -> tuple[Advice, ...]:
     """Suggestions from the compiled code and the launch shape alone, without times.
 
-    at_roof: the time is known to leave no gain from more warps or wider accesses.
+    at_roof: the measured time is so close to a roof that more warps or wider accesses cannot help.
     """
     found = [advice for rule in _LAUNCH_RULES if (advice := rule(launch, num_sms))]
     if not at_roof and not _copies_tiles(launch):
@@ -71,7 +71,7 @@ def _roof(analysis: KernelAnalysis) -> Advice | None:
     return Advice(
         "at the roof",
         f"{best.fraction:.0%} of the measured {best.bound} roof ({best.attainable_us:.1f} us)",
-        "Move fewer bytes, or fuse it with adjacent kernels; it cannot get much faster itself.",
+        "Reduce the bytes or FLOPs, or fuse adjacent kernels; this one cannot get much faster.",
         f"at most {1 / best.fraction:.2f}x: the remaining distance to the roof",
     )
 
@@ -86,7 +86,7 @@ def _throttled(analysis: KernelAnalysis) -> Advice | None:
     return Advice(
         "throttled",
         f"SM clock {clock:.0f} of {highest:.0f} MHz: {', '.join(held.throttle_reasons)}",
-        "Compare with the roof at the measured clock, not with the datasheet's.",
+        "Compare with the roof at the measured clock, not with the datasheet roof.",
         f"at most {highest / clock:.2f}x if the GPU could hold its highest clock",
     )
 
@@ -99,12 +99,12 @@ def _short(analysis: KernelAnalysis) -> Advice | None:
         "launch bound",
         f"{time.median_us:.1f} us ({time.timer}); a launch from the host costs about 2 to 5 us",
         "Capture it with its neighbours in a CUDA graph, or fuse them.",
-        "not bounded by this analysis: it depends on what runs beside it",
+        "not bounded by this analysis: it depends on the launches before and after",
     )
 
 
 def _uncoalesced(analysis: KernelAnalysis) -> Iterable[Advice]:
-    """Without known access widths, reports only counts too high for 16-byte accesses."""
+    """Without known access widths, reports only sector counts too high for 16-byte accesses."""
     counters = analysis.counters
     for operation, sectors in (
         ("load", counters.load_sectors_per_request if counters else None),

@@ -71,10 +71,10 @@ class KernelBenchmark:
     """Measures on CuPy's current device, or on the CPU if there is no GPU.
 
     warmup_iters: untimed calls of each implementation.
-    benchmark_iters: samples of each implementation; up to four times as many while any
-        implementation's median is uncertain by more than 2%.
-    timers: additional clocks, by name: "graph replay" and "wall". The main time is measured by CUDA
-        events with a cold L2 (on the CPU: "wall"); every record names its clock.
+    benchmark_iters: samples of each implementation; up to four times this number while the
+        confidence interval of any implementation's median is wider than 2% of the median.
+    timers: additional timers, by name: "graph replay" and "wall". The main time is measured by CUDA
+        events with a cold L2 (on the CPU: "wall"); every record names its timer.
     energy: also run each implementation for a second, to read NVML's energy counter.
     export: results file to merge into after every case.
     sampling: replaces `benchmark_iters`, for finer control.
@@ -188,7 +188,7 @@ class KernelBenchmark:
         return records
 
     def benchmark_flash_attention(self, *, small: bool = False) -> list[Record]:
-        """Attention, forward, for several sequence lengths and head dimensions."""
+        """Attention, forward, causal and full, for head dimensions of 64 and 128."""
         return self._suite("flash_attention", small)
 
     def benchmark_matmul(self, *, small: bool = False) -> list[Record]:
@@ -228,7 +228,7 @@ class KernelBenchmark:
         return memory.bytes
 
     def _other_us(self, call: Call) -> dict[str, float | None]:
-        """Medians by the additional clocks; None where a clock cannot time the call."""
+        """Medians by the additional timers; None where a timer cannot time the call."""
         found: dict[str, float | None] = {}
         for name, timer in self._others.items():
             try:

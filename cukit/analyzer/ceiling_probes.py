@@ -1,7 +1,7 @@
-"""Two kernels that each do one thing as fast as possible: copy memory, and multiply-add.
+"""Two kernels that reach the peak rates of a GPU: one copies memory, the other multiplies and adds.
 
-Their rates are the ceilings that other kernels are compared with. The time of the second one is
-determined by its rounds alone, so it also calibrates the clocks (analyzer/overhead.py).
+Their rates are the ceilings with which other kernels are compared. The time of the multiply-add
+kernel depends only on its number of rounds, so it also calibrates timers (analyzer/overhead.py).
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from cukit.errors import DataError
 
 HOST_TIMERS = (EnqueueTimer.name, HostTimer.name)
 HOST_TOLERANCE = 0.1
-"""Host times of two processes of the same code differ by this much: memory layout and CPU core are
-fixed once for all samples of a process."""
+"""Host times of the same code in two processes differ by up to this fraction, because memory layout
+and CPU core are the same for all samples of a process."""
 
 Cases = dict[str, "Case"]
 
@@ -65,7 +65,7 @@ class Comparison:
     only_in_base: tuple[str, ...]
     only_in_new: tuple[str, ...]
     notes: tuple[str, ...]
-    """Differences between the machines of the two runs."""
+    """Skipped records, and differences between drivers, versions and clocks of the two runs."""
 
     @property
     def regressed(self) -> bool:
@@ -156,7 +156,7 @@ def _cold(times: Mapping[str, Any]) -> Estimate:
         found = estimate(split(times["samples_us"], times.get("round_sizes", ())))
     else:
         found = Estimate(times["median_us"], times["ci_low_us"], times["ci_high_us"])
-    # The clock's overhead was measured in each run, and shifts all samples of a run.
+    # The timer's overhead was measured in each run, and shifts all samples of a run.
     shift = times.get("overhead_uncertainty_us", 0.0)
     low = max(found.low_us - shift, 0.5 * found.low_us)  # keeps the time positive
     return Estimate(found.median_us, low, found.high_us + shift)

@@ -1,9 +1,9 @@
 """Every kernel that the process runs, with its time on the device, from CUPTI's activity records.
 
-CUPTI needs no permission for hardware counters, adds a few percent of overhead, and records every
-kernel: CuPy's own, cuBLAS's, other libraries'. The only structure read here is the part of
-`CUpti_ActivityKernel` whose layout has not changed since CUDA 11; a test compares it with the
-header.
+Activity records do not require the permission to read hardware counters. They add a few percent of
+overhead and cover every kernel: CuPy's own, cuBLAS's, other libraries'. The only structure read
+here is the part of `CUpti_ActivityKernel` whose layout has not changed since CUDA 11; a test
+compares it with the header.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class KernelRecord:
     grid: Dim3
     block: Dim3
     registers: int
-    """Per thread, as allocated by the hardware: rounded up to 8."""
+    """Per thread, as allocated by the hardware: rounded up to a multiple of 8."""
     static_shared_bytes: int
     dynamic_shared_bytes: int
     local_bytes: int

@@ -55,7 +55,7 @@ class Datasheet:
     gbps: float
     tensor_clock_mhz: float
     vector_clock_mhz: float
-    """The clock of the float32 rate without tensor cores; it differs in some datasheets."""
+    """The clock of the float32 rate without tensor cores; in some datasheets it is higher."""
 
 
 # The keys are substrings of GPU names; of several matches, the longest is used.
@@ -85,7 +85,7 @@ _TENSOR_HALF |= {(8, 9): 512, (9, 0): 4096, (10, 0): 8192, (10, 3): 8192, (12, 0
 
 def datasheet(gpu: str) -> Datasheet | None:
     """The datasheet of a GPU with this name, or None if it is not in the table."""
-    others = "Ti|SUPER|D|Laptop|Max-Q"  # other GPUs, whose names begin alike
+    others = "Ti|SUPER|D|Laptop|Max-Q"  # suffixes of other GPUs
     found = [n for n in _DATASHEETS if re.search(rf"\bG?{n}\b(?! ?({others})\b)", gpu)]
     return _DATASHEETS[max(found, key=len)] if found else None
 

@@ -33,7 +33,7 @@ class Invocation:
     name: str
     kind: str
     launch: LaunchAnalysis | None
-    """The compiler's figures for a single kernel; None for a call that launches its own kernels."""
+    """The properties of a single kernel launch; None for a call that launches its own kernels."""
     call: Callable[[], object] | None
     """None if nothing may run: static mode."""
 

@@ -119,9 +119,10 @@ class KernelAnalyzer:
         pipe: the pipe that `flops` run on: "fp32", "tensor_bf16", "tensor_fp16", ...
         shared_bytes: dynamic shared memory per block.
 
-        The call runs a few hundred times on the same arguments, which it must tolerate. Raises
-        CompileError with the compiler's log and LaunchError for a launch that cannot run, both
-        before anything is timed.
+        The call must be repeatable: it runs hundreds of times by itself, is replayed in a CUDA
+        graph, and with `energy` runs back to back for more than a second, on the same arguments.
+        Raises CompileError with the compiler's log and LaunchError for a launch that cannot run,
+        both before anything is timed.
         """
         work = invocation(
             kernel,
@@ -220,7 +221,7 @@ class KernelAnalyzer:
         warm = attempt("warm graph replay", lambda: _replayed(call))
         if warm is None:
             warm = _statistics(call, GpuTimer(cold=False), "warm", self.event_overhead)
-        # Last, while the GPU is busy: the first milliseconds after a pause are slower.
+        # Directly after the timed calls: the first milliseconds after a pause are slower.
         traced = attempt("device_us", lambda: self._traced(call, work.launch))
         launches = traced or analysis.launches
         if not launches:

@@ -22,7 +22,7 @@ PACKAGES = ("numpy", "cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "liger-k
 COPY_BYTES = 1 << 31
 GEMM_SIZE = 8192
 FMA_ROUNDS = 512
-"""Takes about half a millisecond."""
+"""Rounds of the multiply-add kernel: about half a millisecond."""
 
 _GEMM_PIPES = {"tensor_bf16": "bfloat16", "tensor_fp16": "float16"}
 
@@ -31,7 +31,7 @@ def environment(device: Device, *, static: bool, timer: Timer | None = None) -> 
     """The machine and its software, reported with the figures of `device`.
 
     static: the figures were computed for `device`, which need not be present.
-    timer: measures the ceilings, in about a second; None skips them.
+    timer: measures the ceilings, in about two seconds; None skips them.
     """
     on_paper = devices.ceilings(device, None if static else _memory_gbps())
     measured = on_paper
@@ -55,8 +55,9 @@ def environment(device: Device, *, static: bool, timer: Timer | None = None) -> 
 def results_environment(timer: Timer) -> dict[str, Any]:
     """The environment of a results file: this machine and its measured ceilings.
 
-    Takes a second or two on a GPU; without one there are no ceilings. `measured_tflops` holds rates
-    by pipe, as in an analysis; `bf16_gemm_tflops` is in every results file.
+    Takes about two seconds on a GPU; without one there are no ceilings. `measured_tflops` holds
+    rates by pipe, as in an analysis; `bf16_gemm_tflops` repeats the rate of `tensor_bf16`, the only
+    rate in older files.
     """
     found: dict[str, Any] = {
         "gpu": platform.processor() or platform.machine(),

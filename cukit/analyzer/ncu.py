@@ -26,7 +26,7 @@ _STALL_END = "_per_issue_active.ratio"
 _PER_REQUEST = "l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_{}.ratio"
 _SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_{}.sum"
 _REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_{}.sum"
-"""Sectors divided by requests is the average that `ncu --set full` does not report."""
+"""`ncu --set full` does not report the average; it is computed as sectors / requests."""
 
 METRICS = {
     "achieved_occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",

@@ -17,7 +17,7 @@ def nvtx_ranges() -> Iterator[None]:
     """Within the `with`, every call of an op opens an NVTX range of its name.
 
     This works however the op was imported: names in all loaded modules that refer to an op are
-    replaced until the end of the `with`, so code outside it does not get slower. Modules imported
+    replaced until the end of the `with`, so calls after it have no overhead. Modules imported
     within the `with` are not covered. Raises MissingDependencyError without CuPy.
 
         with nvtx_ranges():          # under `nsys profile` or `ncu --nvtx --nvtx-include rms_norm/`

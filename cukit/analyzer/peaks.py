@@ -89,7 +89,9 @@ def on_paper_of(gpu: str) -> Ceilings:
 def floor_us(
     environment: Mapping[str, Any], precision: str | None, *, flops: float, bytes_moved: float
 ) -> float | None:
-    """A lower bound on the time: bytes over the measured bandwidth, FLOPs over the best known peak.
+    """A lower bound on the time: bytes over the measured bandwidth, FLOPs over the peak rate.
+
+    The peak is that of `precision`, measured if known; for float32, that of the tensor cores.
 
     None if no bandwidth was measured, if there are neither FLOPs nor bytes, or if there are FLOPs
     and no peak is known for them.

@@ -4,7 +4,8 @@
                      "commit", "date"},
      "records": [{"family", "op", "case", "dtype", "impl", "median_us", "iqr_us", "samples",
                   "range_us", "tflops", "gbps", "floor_us", "error", "correct", "timer",
-                  "other_us"?: {timer: median}, "peak_bytes"?, "joules_per_call"?, "commit"?,
+                  "other_us"?: {timer: median}, "peak_bytes"?, "joules_per_call"?,
+                  "calls_per_joule"?, "joules_uncertainty"?, "energy_missing"?, "commit"?,
                   "date"?}]}
 
 Records of family "memory_pool" have other fields: see profiling/memory_pool.py.
@@ -107,7 +108,7 @@ class ResultsFile:
     def replace(
         self, case: CaseKey, records: Sequence[Record], *, only_measured: bool = False
     ) -> None:
-        """Replaces the records of a case by what this run measured, in place; writes the file.
+        """Replaces the records of a case with those of this run, in place; writes the file.
 
         only_measured: replace only the implementations in `records`; else the whole case.
         """

@@ -1,8 +1,8 @@
 """The results of an analysis, as frozen dataclasses that are stored as JSON.
 
 One rule holds throughout: a value that was not measured is None, and `missing` gives the reason.
-Nothing is estimated in place of a measurement, and what is computed rather than measured
-(theoretical occupancy, waves, roofline) follows from fields that are in the same analysis.
+Nothing is estimated in place of a measurement, and computed values (theoretical occupancy, waves,
+roofline) follow from fields of the same analysis.
 
     AnalysisReport                     the file: version, machine, kernels, AccessPoints
     ├── Environment ── Ceilings
@@ -34,11 +34,12 @@ class Ceilings:
     """The peak rates of this machine: from its datasheet, and as measured in the same process."""
 
     datasheet_gbps: float | None = None
-    """Device memory, at the GPU's memory clock; None if the GPU is not in the table."""
+    """Of device memory. Computed from memory clock and bus width if the GPU has no datasheet in
+    analyzer/devices.py; None if these are unknown, too."""
     datasheet_tflops: Mapping[str, float] = field(default_factory=dict)
     """By pipe: "fp32", "tensor_fp16", "tensor_bf16", ... dense, at the vendor's boost clock."""
     tflops_per_mhz: Mapping[str, float] = field(default_factory=dict)
-    """The same pipes per MHz of SM clock, for all SMs together: the peak at any clock."""
+    """The same pipes: TFLOP/s of all SMs per MHz of SM clock, for the peak at any clock."""
     measured_copy_gbps: float | None = None
     """Bytes read plus bytes written of a device-to-device copy much larger than L2."""
     measured_tflops: Mapping[str, float] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class Resources:
     """The resources that the compiler assigned to one kernel."""
 
     registers: int
-    """Per thread. For a traced kernel: as allocated by the hardware, rounded up to 8."""
+    """Per thread. For a traced kernel: as allocated, rounded up to a multiple of 8."""
     static_shared_bytes: int
     dynamic_shared_bytes: int
     spill_store_bytes: int | None
@@ -78,7 +79,7 @@ class Resources:
     local_bytes: int
     """Stack frame of a thread: spills, and arrays that do not fit in registers."""
     max_threads_per_block: int | None
-    """From `__launch_bounds__`; None without."""
+    """From `__launch_bounds__`; None without bounds, and for traced kernels."""
     code_bytes: int | None = None
     constant_bytes: int | None = None
 
@@ -198,12 +199,13 @@ class LaunchAnalysis:
 
 @dataclass(frozen=True)
 class TimeStatistics:
-    """Samples from one clock in one cache state."""
+    """Samples from one timer in one cache state."""
 
     timer: str
     """"events", "graph replay", "wall" or "cupti"."""
     cache: str
-    """"cold": L2 overwritten before each sample. "warm": caches as the previous call left them."""
+    """"cold": L2 overwritten before each sample. "warm": caches as the previous call left them. For
+    a traced kernel: "as the script left it"."""
     median_us: float
     iqr_us: float
     mean_us: float
@@ -221,7 +223,7 @@ class TimeStatistics:
     round_sizes: tuple[int, ...] = ()
     """Sizes of the rounds in which `samples_us` were taken, in order; empty: one round."""
     overhead_us: float = 0.0
-    """The clock's overhead, which was subtracted from every sample."""
+    """The timer's overhead, which was subtracted from every sample."""
     overhead_uncertainty_us: float = 0.0
     """Half-width; it shifts all samples alike, and is not part of the median's interval."""
 
@@ -265,7 +267,7 @@ class Energy:
     joules_per_call: float
     calls_per_joule: float
     uncertainty_joules: float
-    """Half-width, from the counter's resolution and the two ends of the window."""
+    """Half-width: at each end of the window, the number of calls is uncertain by one batch."""
     mean_watts: float
     window_s: float
     calls: int
@@ -273,7 +275,7 @@ class Energy:
 
 @dataclass(frozen=True)
 class Conditions:
-    """The state of the GPU during the measurement."""
+    """The state of the GPU during the measurement of the energy."""
 
     sm_clock_mhz: float | None
     """Median while the kernel ran."""
@@ -314,7 +316,8 @@ class Advice:
     evidence: str
     suggestion: str
     expected_gain: str
-    """A bound and its reason: "at most 1.14x: the last wave is 14% of the time"."""
+    """A bound and its reason ("at most 1.14x: the idle lanes of the last warp"), or the reason why
+    there is none."""
 
 
 @dataclass(frozen=True)
@@ -337,7 +340,7 @@ class KernelAnalysis:
     counters: Counters | None
     advice: tuple[Advice, ...]
     missing: Mapping[str, str]
-    """Field name -> why it is None or empty, for every field that could have been measured."""
+    """Name of a field or quantity -> why it is absent, for all that could have been measured."""
     peak_bytes: int | None = None
     """Memory that the call allocates in addition to its inputs."""
 

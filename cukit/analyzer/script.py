@@ -20,8 +20,8 @@ from cukit.errors import DataError
 class Script:
     """`FILE.py` or `FILE.py:name`.
 
-    Importing the file is not part of a function's run: only the call's kernels count. Raises
-    DataError if the file or the name does not exist.
+    `load` imports the file of a function, so that kernels launched on import can be excluded from a
+    trace of the call. Raises DataError if the file or the name does not exist.
     """
 
     def __init__(self, target: str) -> None:

@@ -54,7 +54,7 @@ def kernel_source(kernel: Any, name: str | None = None) -> KernelSource:
         raise ConfigError(
             f"analyze: expected a RawKernel, RawModule, cukit kernel or cubin path, got {kernel!r}"
         )
-    # A RawModule has attributes for what a RawKernel exposes only when it is pickled.
+    # A RawModule has these values as attributes, a RawKernel only in its pickled state.
     is_kernel = isinstance(kernel, cupy.RawKernel)
     state = kernel.__getstate__() if is_kernel else {k: getattr(kernel, k) for k in _MODULE_STATE}
     entry = state["name"] if is_kernel else _required(name, kernel)

@@ -24,7 +24,7 @@ NOISY_INTERVAL = 0.02
 """A time is noisy if its interval is wider than this fraction of the median."""
 
 TOLERANCE = 0.02
-"""Smaller relative differences are ignored: clock and memory layout alone cause as much."""
+"""Smaller relative differences are ignored: SM clock and memory layout alone cause them."""
 
 
 def median_interval(

@@ -1,4 +1,4 @@
-"""The built-in cases of `KernelBenchmark`: one function per op, a few lines each.
+"""The built-in cases of `KernelBenchmark`: one function per op.
 
 A function passes to `_case` the name of a registered op, the shapes of its arguments, and the FLOPs
 and output elements of a call; `SUITE` lists the functions by name. The repository's own cases, with

@@ -64,7 +64,7 @@ class Timing:
 
 
 Sampler = Callable[[], float]
-"""Runs a call once and returns how long it took, in microseconds."""
+"""Takes a sample, of one or several runs of a call; returns the microseconds of one run."""
 
 
 class Timer(Protocol):
@@ -274,10 +274,10 @@ def measure(
 ) -> dict[str, Timing]:
     """Times all of `impls` (name -> call) in interleaved runs.
 
-    In each of `rounds`, and for each call in turn: a pause of `pause_s`, one untimed run, then
-    samples for about `budget_ms` of the call's own time, between `min_samples` and `max_samples` of
-    them. Rounds are added, up to `max_rounds`, as long as any call is noisy. Calls that are not
-    noisy run in these rounds, too, so that all are measured under the same conditions.
+    In each of `rounds`, and for each call in turn: a pause of `pause_s`, a discarded sample, then
+    from `min_samples` to `max_samples` samples, for about `budget_ms` of the call's own time.
+    Rounds are added, up to `max_rounds`, as long as any call is noisy. Calls that are not noisy run
+    in these rounds, too, so that all are measured under the same conditions.
     """
     samplers = {name: timer.prepare(call) for name, call in impls.items()}
     counts: dict[str, int] = {}
@@ -302,8 +302,8 @@ def measure(
 class PeakMemory:
     """The sum of the peaks of CuPy's pool and of torch's allocator in a `with` block, in bytes.
 
-    Memory in use on entry is not counted: the result is what a call needs in addition to its
-    inputs. torch is queried only if the process has imported it.
+    Memory in use on entry is not counted: the result is the memory that a call needs in addition to
+    its inputs. torch is queried only if the process has imported it.
     """
 
     bytes: int = 0

@@ -52,7 +52,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The report's documents, unchanged and JSON-ready, so that it can be made again."""
+        """The report's documents, unchanged and JSON-ready, for generating the report again."""
         return {
             "schema": SCHEMA,
             "version": VERSION,

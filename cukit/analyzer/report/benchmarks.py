@@ -91,7 +91,7 @@ class Case:
         return peer["median_us"] / ours["median_us"] if ours and peer else None
 
     def share_of_floor(self, record: Record) -> float | None:
-        """The speed of a record relative to the floor's: 1 is the highest possible speed."""
+        """The floor divided by the time of a record: 1 is the highest possible speed."""
         return self.floor_us / record["median_us"] if self.floor_us else None
 
 

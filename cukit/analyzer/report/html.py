@@ -93,6 +93,6 @@ def _environment() -> Any:
     environment.filters["shares"] = lambda shares: ",".join(
         f"{class_}:{100 * share:.1f}" for class_, share in shares
     )
-    # Figures come from our own code, which escapes its input.
+    # Figures come from this package, which escapes its input.
     environment.filters["drawing"] = Markup
     return environment

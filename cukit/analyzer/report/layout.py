@@ -31,7 +31,7 @@ class Cell:
     note: str = ""
     """A second, smaller line."""
     shares: tuple[tuple[str, float], ...] = ()
-    """A bar of (class of the figure, share of the whole), shown on pages only."""
+    """A stacked bar of (CSS class, share of the whole), shown on pages only."""
 
 
 def cell(value: T | None, write: Callable[[T], str], tone: str = "") -> Cell:
@@ -64,7 +64,7 @@ class Shares:
 
     title: str
     parts: tuple[tuple[str, str, int], ...]
-    """(class of the figure, name, count)."""
+    """(CSS class, name, count)."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Index:
     anchor: str
     """The target of links, unique in a report."""
     noun: str
-    """What the rows are, in plural: "variants"."""
+    """The plural noun for the rows, e.g. "variants"."""
     facets: tuple[str, ...]
     """Names to select and to group by; rows are grouped by the first one."""
     flags: tuple[tuple[str, str], ...]
@@ -180,7 +180,7 @@ class Figure:
     draw: Draw
     caption: str = ""
     legend: tuple[tuple[str, str], ...] = ()
-    """(class of the series, its name)."""
+    """(CSS class of a series, its name)."""
 
 
 @dataclass(frozen=True)

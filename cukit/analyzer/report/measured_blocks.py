@@ -78,7 +78,7 @@ def probe_blocks(accesses: Sequence[AccessPoint]) -> list[Block]:
         lambda width: line_chart(
             curves, title=title, x_label="stride in words", y_label="% of the best", width=width
         ),
-        "Measured on this GPU: useful bytes per second of loads, by the distance between the words "
+        "Measured on this GPU: bandwidth of the requested bytes, by the distance between the words "
         "of adjacent threads.",
         tuple((svg.colour(curve.series), curve.name) for curve in curves),
     )

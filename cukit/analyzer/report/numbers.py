@@ -24,7 +24,7 @@ def tick(value: float) -> str:
 
 
 def microseconds(value: float) -> str:
-    """A time, in the unit that needs the fewest digits."""
+    """A time in microseconds, from 10 ms on in milliseconds, from 1 s on in seconds."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if value >= size * (1 if unit == "s" else 10):
             return f"{digits(value / size)} {unit}"

@@ -20,7 +20,7 @@ TOLERANCE = 1.005
 """Rates are medians: up to half a percent above a ceiling counts as on it."""
 
 COLOURS = {"fp16/bf16": 0, "fp8": 2, "int8": 3, "tf32": 4, "fp32": 5}
-"""Precision -> series. The second colour is used for peers elsewhere."""
+"""Precision -> series. Colour 1 is not used: other figures use it for peers."""
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,9 @@ def summary_figure(cases: Sequence[Case]) -> Figure | None:
     return Figure(
         "Speed of each op on its largest case",
         lambda width: draw_summary(chosen, width),
-        "Share of the attainable speed: the larger of bytes over measured copy bandwidth and "
-        "FLOPs over the matrix rate of their precision is the floor of the time. Longer is faster; "
-        "the times stand beside the bars.",
+        "The floor of the time is the larger of bytes over measured copy bandwidth and FLOPs over "
+        "the matrix rate of their precision. A bar shows the floor as a share of the time beside "
+        "it: longer is faster.",
         ((svg.colour(0), OURS), (svg.colour(1), FASTEST_PEER)),
     )
 

@@ -37,7 +37,8 @@ STATES: Mapping[str, BlockState] = {
 ACTIONS = {"free_requested": "free"}
 
 LARGEST_PAGE = 2 << 20
-"""The page size of GPUs: for snapshots that do not give one, whose segments are multiples of it."""
+"""The page size of GPUs. The page of a snapshot without a page size is the largest divisor of
+this and of all addresses and sizes of segments."""
 
 MAX_CALL_SITES = 20
 

@@ -82,7 +82,7 @@ def _parts(stack: Stack, scale: svg.Scale, y: float) -> list[str]:
         start += share
         note = numbers.percent(share)
         about = svg.tip(f"{stack.label}: {part.name} {share:.1%}")
-        # A gap in the page's colour separates neighbouring parts without relying on colours.
+        # A gap separates neighbouring parts, so that readers need not distinguish the colours.
         size = {"width": max(length - 1.0, 0.5), "height": BAR}
         pieces = [about, svg.element("rect", x=x, y=y, class_=part.class_, **size)]
         if length > svg.text_width(note, NOTE_SIZE) + 10:

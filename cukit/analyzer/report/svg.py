@@ -16,7 +16,7 @@ NUM_COLOURS = 8
 """Classes `colour-0` to `colour-7`; 0 is cukit."""
 
 WIDE, HALF, NARROW = 960.0, 640.0, 360.0
-"""Widths that figures are drawn for: a desktop, half of one, and a phone."""
+"""Widths in pixels of a figure: the full page, one of two columns, and a phone."""
 
 NUM_SHADES = 5
 """Classes `shade-0` (faint) to `shade-4`, for values that have an order."""
@@ -127,7 +127,7 @@ class Scale:
         return [round(index * step, 12) for index in range(first, last + 1)]
 
     def _decades(self, at_most: int) -> list[float]:
-        """1, 2, 5, 10, 20, ... where that is few enough, else powers of ten."""
+        """1, 2, 5, 10, 20, ... if at most `at_most` of these fit, else every n-th power of ten."""
         slack = (self.high / self.low) ** 0.001  # a thousandth of the axis
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         for leading, every in (((1, 2, 5), 1), *(((1,), every) for every in range(1, 100))):

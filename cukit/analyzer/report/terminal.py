@@ -28,7 +28,7 @@ TONES = {"good": "green", "bad": "red", "quiet": "dim"}
 TEXT_WIDTH = 160
 
 FEW_ROWS = 40
-"""Longer tables are left to the page in folds, and summarised by group if they have an index."""
+"""Longer tables are printed as one line per group if they have an index, and omitted in folds."""
 
 
 def as_text(title: str, sections: Iterable[Section]) -> str:

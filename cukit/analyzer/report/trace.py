@@ -1,8 +1,9 @@
 """Results as a trace for Perfetto (ui.perfetto.dev) or Chrome (chrome://tracing).
 
 Launches of a traced script have their measured start times. Elsewhere only durations are measured:
-the launches of one analysed call are then placed one after another, in order and without gaps, and
-so are the ops of a training step, the longest first; the track names indicate it.
+the launches of an analysed call are then placed one after another, in order and without gaps. The
+ops of a training step are placed in the same way, in the order of the file (the longest first,
+"everything else" last). The track names state this order.
 """
 
 from __future__ import annotations
