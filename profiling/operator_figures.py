@@ -1,7 +1,7 @@
-"""Draws the figures that explain an op on the pages of docs/.
+"""Draws the figures that explain ops in docs/.
 
-Run by `python -m profiling.operator_figures` (`make tables`). Each figure shows results of the ops
-on small inputs; a test compares the files with the ops.
+Run by `python -m profiling.operator_figures` (`make tables`). Each figure shows results of an op on
+small inputs, that of `linear` its launch plan; a test compares the files with new drawings.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def draw_retrieval() -> str:
 
 
 def draw_diffusion() -> str:
-    """The mass of one lattice node after several diffusion steps."""
+    """How a unit mass at one lattice node is distributed after several diffusion steps."""
     side, cell = 9, 17.0
     nodes = np.arange(side * side).reshape(side, side)
     edges = [
@@ -172,7 +172,7 @@ def draw_write() -> str:
 
 
 def draw_bank() -> str:
-    """The layers that samples choose, and their order in the grouped product."""
+    """The layers chosen for each sample, and the order of the rows in the grouped product."""
     rng = np.random.default_rng(7)
     batch, num_layers, dim, top_k, cell = 6, 8, 16, 2, 26.0
     x = rng.standard_normal((batch, 4, dim)).astype(np.float32)

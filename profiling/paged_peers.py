@@ -41,7 +41,7 @@ def _workspace() -> Any:
 
 
 def _plan(wrapper: Any, *args: Any, **options: Any) -> None:
-    """Call wrapper.plan, which compiles the kernel; PeerMissing if it cannot."""
+    """Call wrapper.plan, which compiles the kernel; raise PeerMissing if that fails."""
     try:
         wrapper.plan(*args, **options)
     except RuntimeError as error:
@@ -51,7 +51,10 @@ def _plan(wrapper: Any, *args: Any, **options: Any) -> None:
 def decode(
     q: Any, k: Any, v: Any, table: Any, lengths: Sequence[int], scale: float | None = None
 ) -> Call:
-    """BatchDecodeWithPagedKVCacheWrapper on tensor cores. scale: of FP8 codes."""
+    """BatchDecodeWithPagedKVCacheWrapper on tensor cores.
+
+    scale: the scale of an FP8 cache; None for a bfloat16 cache.
+    """
     module, torch = peers.optional("flashinfer.decode"), peers.torch()
     _, block_size, heads_kv, head_dim = k.shape
     pages = Pages(table, lengths, block_size)
@@ -85,7 +88,11 @@ def prefill(
     backend: str,
     scale: float | None = None,
 ) -> Call:
-    """BatchPrefillWithPagedKVCacheWrapper, causal. backend: "fa2" or "fa3". scale: of FP8 codes."""
+    """BatchPrefillWithPagedKVCacheWrapper, causal.
+
+    queries, lengths: queries and keys of each request. backend: "fa2" or "fa3". scale: the scale of
+    an FP8 cache; None for a bfloat16 cache.
+    """
     module, torch = peers.optional("flashinfer.prefill"), peers.torch()
     _, block_size, heads_kv, head_dim = k.shape
     pages = Pages(table, lengths, block_size)
@@ -109,7 +116,8 @@ def prefill(
 
 
 def cascade(q: Any, k: Any, v: Any, table: Any, shared: int, own: int) -> Call:
-    """MultiLevelCascadeAttentionWrapper, two levels: `shared` keys, `own` keys per request."""
+    """MultiLevelCascadeAttentionWrapper with two levels: `shared` keys of all requests, then `own`
+    keys per request."""
     module, torch = peers.optional("flashinfer.cascade"), peers.torch()
     _, block_size, heads_kv, head_dim = k.shape
     batch, _, heads_q, _ = q.shape

@@ -3,8 +3,8 @@
     python -m profiling.paged_variants
 
 A variant `STEPxWARPS-BLOCKS-STAGES` has STEP keys per warp and step, WARPS warps per thread block,
-BLOCKS thread blocks per SM and STAGES pipeline stages per warp. Results are printed only;
-conclusions are in profiling/notes.
+BLOCKS thread blocks per SM and STAGES pipeline stages per warp. Variants use no clusters. Results
+are only printed; conclusions are in profiling/notes/paged_attention.md.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def _with_tilings(shape: Shape, tilings: tuple[Tiling, ...]) -> Case:
 
 
 def _impl(ours: Callable[[], Call], tiling: Tiling) -> Call:
-    """Return a call of cukit with another tiling, planned outside the launch cache."""
+    """Return a call of cukit with another tiling, planned and prepared without their caches.
+
+    A plan with batch=0 (unknown) uses no clusters.
+    """
 
     def plan(*args: Any, **kwargs: Any) -> PagedConfig:
         return tiled(plan_paged_attention(*args, **kwargs | {"batch": 0}), *tiling)

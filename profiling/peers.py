@@ -38,7 +38,7 @@ def _compiling_torch() -> ModuleType:
 
 
 def optional(name: str) -> ModuleType:
-    """Import a peer's module, or raise `PeerMissing`: `optional("liger_kernel.ops.rope")`."""
+    """Import a peer's module, e.g. `optional("liger_kernel.ops.rope")`, or raise `PeerMissing`."""
     torch()
     try:
         return importlib.import_module(name)

@@ -1,7 +1,7 @@
 """Draws the figures of docs/memory.md: part of `make tables`.
 
-docs/memory_pools.svg shows measured results; docs/memory_map.svg shows a small pool of host pages,
-whose layout is the same on every machine.
+docs/memory_pools.svg shows measured results. docs/memory_map.svg shows a small pool of host memory;
+its layout is the same on every machine.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Writes the tables on memory pools into Markdown: part of `make tables`.
 
-A table stands between `<!-- pools:NAME -->` and `<!-- /pools -->` and is generated from the records
-of profiling.memory_pool; a test compares the documents with the records. NAME is one of
+The text between `<!-- pools:NAME -->` and `<!-- /pools -->` is generated from the records of
+profiling.memory_pool; a test compares the documents with the records. NAME is one of
 
-- "verdict": one sentence that counts the logs which each pool completes at a tight limit;
+- "verdict": one sentence with the number of logs that each pool completes at a tight limit;
 - "cost": one sentence on the time of an allocation and of a remap;
-- "replay": memory held by each pool on each log;
+- "replay": memory held by each pool on each log, relative to the peak of live bytes;
 - "latency": time of an allocation and of a free;
-- "calls": allocate and free, remaps, defragmentations;
-- "training": steps of `cukit distill`;
-- "machine": the machine and the date;
+- "calls": times of an allocation and its free, of remaps and of defragmentations;
+- "training": times of a step of `cukit distill`;
+- "machine": the GPU, the versions and the date;
 - "picture": a link to the figure of memory held.
 """
 
@@ -101,7 +101,7 @@ def _cost(records: Sequence[Record]) -> str:
 
 
 def _replay(records: Sequence[Record]) -> str:
-    """Memory held over live memory, without a limit and at a tight one."""
+    """Peak of bytes held over peak of live bytes, without a limit and at a tight one."""
     tight = by_case(records, "replay_tight")
     pools = replayed_on(records)
     rows = []

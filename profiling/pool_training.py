@@ -1,4 +1,4 @@
-"""Times steps of `cukit distill` on cukit's and CuPy's pool, for profiling.memory_pool."""
+"""Times steps of `cukit distill` with cukit's and CuPy's pools, for profiling.memory_pool."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Training:
         self.tokens = self._trainer.tokens_per_step
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Return microseconds of a step, and of enqueueing it."""
+        """Return the time of a step, and the host time to enqueue it, in microseconds."""
         with self._memory.in_use():
             self._synchronize()
             start = time.perf_counter()

@@ -35,7 +35,10 @@ BUSY_US = (3, 10, 30, 100, 10_000)
 
 @dataclass(frozen=True)
 class Subject:
-    """A kernel to time, its (grid, block) for the analyzer, and the bytes that it moves."""
+    """A kernel to time, its launch arguments, and the bytes that it reads and writes.
+
+    block: None for a kernel of cukit, which has a fixed block size.
+    """
 
     name: str
     kernel: Any
@@ -52,7 +55,7 @@ class Subject:
 
 
 def copy_subject(mebibytes: int) -> Subject:
-    """A copy of the given size, with a kernel of cukit."""
+    """A copy of the given size by the copy kernel of cukit."""
     source = normal(((mebibytes << 20) // 4,), "float32")
     target = require_cupy("the proof").empty_like(source)
     words = np.int64(source.nbytes // WORD_BYTES)
@@ -67,7 +70,7 @@ def copy_subject(mebibytes: int) -> Subject:
 
 
 def busy_subject(name: str, rounds: int) -> Subject:
-    """The given number of rounds of arithmetic, in a user-style RawKernel."""
+    """The given number of rounds of arithmetic, in a cupy.RawKernel like those of users."""
     cupy = require_cupy("the proof")
     blocks = 4 * current_device().num_sms
     x = cupy.zeros(blocks * THREADS, cupy.float32)
@@ -76,7 +79,10 @@ def busy_subject(name: str, rounds: int) -> Subject:
 
 
 def busy_rounds(target_us: float, overhead_us: float) -> int:
-    """The number of rounds for a kernel of about this time, given the overhead of the events."""
+    """The number of rounds with which the busy kernel takes about `target_us`.
+
+    overhead_us: what a pair of events adds to a measured time.
+    """
     timer = GpuTimer(cold=False)
 
     def time_us(rounds: int) -> float:
@@ -88,7 +94,7 @@ def busy_rounds(target_us: float, overhead_us: float) -> int:
 
 
 def timed_subjects(rounds: Sequence[int]) -> Iterator[Subject]:
-    """The ten kernels, created lazily; `rounds` are those of BUSY_US."""
+    """The ten kernels, created lazily. rounds: for each time of BUSY_US."""
     for microseconds, each in zip(BUSY_US, rounds, strict=True):
         yield busy_subject(f"{microseconds} us", each)
     for mebibytes in COPIES_MIB:
@@ -104,7 +110,8 @@ class MemoryBound:
 
 
 def memory_bound() -> dict[str, Callable[[], MemoryBound]]:
-    """Factories of memory-bound calls: gigabytes each, so that data left in L2 is negligible."""
+    """Factories of memory-bound calls. Each call moves gigabytes, so that data left in L2 before
+    it is negligible."""
     return {
         "copy": _copy,
         "rms_norm": _rms_norm,
@@ -134,7 +141,7 @@ def _silu_and_mul() -> MemoryBound:
 
 
 def _embedding() -> MemoryBound:
-    """Every row of a table once, in random order."""
+    """Every row of a table once, in a scattered order."""
     table = normal((1 << 18, 4096), "bfloat16")
     rows = table.shape[0]
     ids = require_cupy("the proof").arange(rows, dtype=np.int64) * 40503 % rows
@@ -152,7 +159,8 @@ def _cross_entropy() -> MemoryBound:
 
 
 def _adamw() -> MemoryBound:
-    """Gradient and bfloat16 parameter once; float32 master and two moments, read and written."""
+    """The gradient is read, the bfloat16 parameter written; the float32 master copy and two moments
+    are read and written."""
     params, grads = [normal((1 << 27,), "bfloat16")], [normal((1 << 27,), "bfloat16", 1e-3)]
     state = AdamWState.for_params(params)
     call = partial(ck.adamw, params, grads, state, lr=1e-4, step=1)

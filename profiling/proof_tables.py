@@ -1,6 +1,6 @@
 """Writes the results of profiling.prove_analyzer into docs/profiling.md: part of `make tables`.
 
-The tables stand between `<!-- proof:NAME -->` and `<!-- /proof -->`; a test compares them with
+The tables are between `<!-- proof:NAME -->` and `<!-- /proof -->`; a test compares them with
 profiling/results/analyzer_proof.json.
 """
 
@@ -34,7 +34,7 @@ def update(text: str, found: dict[str, Any]) -> str:
 
 
 def times(found: dict[str, Any]) -> str:
-    """One row per kernel, one column per clock."""
+    """One row per kernel, one column per clock; the last row has the subtracted overheads."""
     zeros = found["zeros"]
     header = ["kernel", "analyzer", "CUPTI", "ncu", "do_bench"]
     rows = [
@@ -51,7 +51,7 @@ def times(found: dict[str, Any]) -> str:
 
 
 def counters(found: dict[str, Any]) -> str:
-    """Occupancy and bytes of memory-bound kernels."""
+    """Occupancy and DRAM bytes of memory-bound kernels."""
     header = ["kernel", "theoretical occupancy", "achieved", "declared", "DRAM", "difference"]
     rows = [
         [
@@ -87,7 +87,7 @@ def _zero_us(zero: dict[str, float] | None) -> float:
 
 
 def _compared(row: dict[str, Any], clock: str, zero_us: float) -> str:
-    """The kernel's time by a clock, and the difference of the analyzer's time from it."""
+    """The kernel's time by `clock`, less its overhead, and the analyzer's difference from it."""
     if f"{clock}_us" not in row:
         return ""
     return f"{_us(row[f'{clock}_us'] - zero_us)} ({_signed(row[f'{clock}_difference'])})"

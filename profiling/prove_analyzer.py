@@ -8,12 +8,12 @@
   work;
 - with ncu: theoretical and achieved occupancy, and measured and declared DRAM bytes.
 
-Every clock adds its own overhead: a pair of events 2 us, do_bench 3 us, ncu 1 us. Each clock is
-therefore calibrated on the same kernel of known time, as the analyzer calibrates its events:
-`zeros`.
+A pair of events adds 2 us to the time of a kernel, do_bench 3 us, ncu 1 us. These overheads
+(`zeros`) are measured on a kernel of known time and subtracted, as the analyzer does for its
+events. CUPTI timestamps the kernel itself; nothing is subtracted from its times.
 
-Prints the results; the exit code is 1 if a tolerance is exceeded. Tools that are not installed are
-skipped and listed.
+Prints the results; the exit code is 1 if a tolerance is exceeded. A tool that is not installed is
+skipped, with the reason on stderr.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def do_bench(call: Call) -> tuple[float, ...] | None:
 
 
 def cupti(call: Call) -> tuple[float, ...] | None:
-    """Durations in CUPTI's records, each launch with a cold L2."""
+    """Durations in CUPTI's records, each launch with a cold L2; None without CUPTI."""
     timer = GpuTimer()
     try:
         with KernelTrace() as trace:
@@ -94,7 +94,8 @@ def cupti(call: Call) -> tuple[float, ...] | None:
 
 
 def ncu(rounds: Sequence[int]) -> list[tuple[float, ...]] | None:
-    """ncu's durations of all launches of :func:`launch_for_ncu`, in order."""
+    """ncu's durations of the launches of :func:`launch_for_ncu`, one tuple per kernel, in order;
+    None if ncu cannot be used."""
     command = [sys.executable, "-m", "profiling.prove_analyzer", "--launch-for-ncu"]
     try:
         found = ncu_durations([*command, *map(str, rounds)])
@@ -119,7 +120,8 @@ def launch_for_ncu(rounds: Sequence[int]) -> None:
 
 
 def times() -> dict[str, Any]:
-    """Time each of the ten kernels by every clock: raw readings, zeros, calibrated differences."""
+    """Time each of the ten kernels by every clock; return the overheads (`zeros`) and, per kernel,
+    the medians and the differences of the analyzer from each clock."""
     analyzer = KernelAnalyzer(energy=False, ceilings=False)
     own = analyzer.event_overhead
     rounds = [busy_rounds(us, own.us) for us in BUSY_US]
@@ -163,9 +165,11 @@ def _row(
     readings: Readings,
     zeros: Mapping[str, Overhead | None],
 ) -> dict[str, Any]:
-    """Compare with CUPTI, which timestamps the kernel itself, and with the calibrated clocks.
+    """Compare the analyzer's time with CUPTI, which timestamps the kernel itself, and with the
+    other clocks less their zeros.
 
-    The uncertainty of a clock combines the spread of its readings and of its zero.
+    The uncertainty of a clock is the sum of the interquartile range of its readings and the
+    uncertainty of its zero.
     """
     events = zeros["events"]
     assert events is not None
@@ -209,7 +213,8 @@ def copy_bandwidth() -> dict[str, float]:
 
 
 def bench_runs(rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """Return results of several benchmark runs: a raw kernel, a norm and a matrix product."""
+    """Return the results of `repeats` benchmark runs, each of a raw kernel, a norm and a matrix
+    product."""
     environment: dict[str, Any] = {"gpu": current_device().name, "ceilings": {}}
     cases = [SUITE["rms_norm"](False)[0], SUITE["matmul"](False)[0]]
     built = [(case.key, *case.build()) for case in cases]
@@ -235,7 +240,8 @@ def _compare_busy(benchmark: KernelBenchmark, subject: Subject) -> None:
 
 
 def verdicts(rounds: int) -> dict[str, list[str]]:
-    """Run `cukit compare` on runs of two processes, and on runs with 5% more work."""
+    """Compare runs, as `cukit compare` does: of the same code in two processes ("same"), and of 5%
+    more work in this process ("slower")."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "runs.json"
         command = [sys.executable, "-m", "profiling.prove_analyzer", f"--out={path}"]
@@ -257,7 +263,7 @@ def verdicts(rounds: int) -> dict[str, list[str]]:
 
 
 def counters() -> list[dict[str, Any]]:
-    """Measure achieved occupancy and DRAM bytes of memory-bound kernels, each under ncu."""
+    """Measure achieved occupancy and DRAM bytes of the memory-bound calls in one run of ncu."""
     command = [sys.executable, "-m", "profiling.prove_analyzer", "--run-memory-bound"]
     found = run_ncu(command)
     analyzer = KernelAnalyzer(energy=False, ceilings=False, counters=found)
@@ -286,10 +292,10 @@ def counters() -> list[dict[str, Any]]:
 
 
 def judge(found: dict[str, Any]) -> list[str]:
-    """Return the exceeded tolerances. A pure function, so that the tolerances are tested.
+    """Return the exceeded tolerances. A pure function, so that tests cover the tolerances.
 
-    If the uncertainty of a clock exceeds the tolerance, the uncertainty replaces it. CUPTI is the
-    reference: its tolerance is fixed.
+    If the uncertainty of a clock exceeds its tolerance, the uncertainty is used instead, except for
+    CUPTI, the reference, whose tolerance is fixed.
     """
     missed = []
     for row in found["times"]:

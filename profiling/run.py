@@ -6,9 +6,9 @@
     python -m profiling.run --small                          # tiny sizes, with or without a GPU
     python -m profiling.run --list
 
-Requires only NumPy and CuPy; missing peers are skipped with a reason. Every implementation is
-checked against the case's reference before and after timing. Exit code: 0; 1 if cukit's
-implementation of a case failed or was wrong; 2 for invalid arguments.
+Requires only NumPy and, except with --small, CuPy and a GPU; missing peers are skipped with a
+reason. Every implementation is checked against the case's reference before and after timing. Exit
+code: 0; 1 if cukit's implementation of a case failed or was wrong; 2 for invalid arguments.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def load_cases(
 class Runner:
     """Runs one case at a time on this machine.
 
-    peers: whether to time peers, or the names of their libraries: "torch", "liger".
+    peers: whether to time peers, or which: names of libraries ("torch") or of implementations
+    ("torch-compile"). quick: only check that the cases run.
     """
 
     def __init__(self, *, peers: bool | Collection[str] = True, quick: bool = False) -> None:
@@ -199,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; errors are printed as one line."""
+    """Run the command line; a CukitError is printed as one line."""
     try:
         return bench(arguments)
     except CukitError as error:
