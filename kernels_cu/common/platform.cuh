@@ -1,5 +1,5 @@
-// The portability layer between CUDA and the CPU emulator. First include of every kernel; no other
-// file may depend on the compiler.
+// The portability layer between CUDA and the CPU emulator. First include of every kernel; only this
+// file and those in common/ptx may depend on CUKIT_EMULATE.
 //
 // CUKIT_DEVICE                       qualifiers of a small device function
 // CUKIT_DYNAMIC_SHARED(type, name)   `type* name` = the block's dynamic shared memory, 1024-byte
@@ -23,7 +23,7 @@
 #define CUKIT_DYNAMIC_SHARED(type, name)                             \
   extern __shared__ __align__(1024) unsigned char cukit_shared_[];   \
   type* name = reinterpret_cast<type*>(cukit_shared_)
-// NVRTC has no offsetof; this is its compiler's expansion.
+// NVRTC has no offsetof; this is what its front end expands offsetof to.
 #define CUKIT_OFFSET(type, field) __INTADDR__(&static_cast<type*>(0)->field)
 
 #endif

@@ -46,7 +46,7 @@ CUKIT_DEVICE int warp_sum_before(int value) {
 }
 
 // Every thread of the block gets all N results. All threads must call it. `scratch` holds
-// N * Threads / 32 values in shared memory; it may be reused immediately (the second barrier).
+// N * Threads / 32 values in shared memory; the second barrier allows reusing it immediately.
 template <typename Op, int Threads, int N, typename T>
 CUKIT_DEVICE void block_reduce(T (&values)[N], T* scratch) {
   static_assert(Threads % kWarpSize == 0, "whole warps only");

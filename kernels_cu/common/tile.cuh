@@ -2,9 +2,9 @@
 //
 // A tile has Rows rows of Cols elements (Cols a multiple of 32), stored in 16-byte chunks of eight
 // elements. Chunk c of row r is stored at position c ^ phase(r): the eight rows that one ldmatrix
-// phase reads then fall into eight different bank groups. Rows of 128 n bytes take phase r % 8;
-// rows of 64 n bytes (n odd) already alternate between the halves of a bank line and take (r / 2) %
-// 4. The tile's base is 128-byte aligned.
+// phase reads are then in eight different bank groups. phase(r) is r % 8 for rows of 128 n bytes,
+// and (r / 2) % 4 for rows of 64 n bytes (n odd), which already alternate between the halves of the
+// 128 bytes of all banks. The tile's base is 128-byte aligned.
 #pragma once
 
 #include "common/platform.cuh"
@@ -29,8 +29,8 @@ struct Swizzle {
     return row * kPitch + ((chunk ^ ((row >> kRowShift) & kMask)) << 4);
   }
 
-  // offset(row + rows, chunk + chunks) from `at` = offset(row, chunk), for `rows` a multiple of 8
-  // and a sum chunk + chunks without carries; the tile's base may be part of `at`.
+  // offset(row + rows, chunk + chunks), given `at` = offset(row, chunk), which may include the
+  // tile's base. `rows` is a multiple of 8; the addition chunk + chunks has no carries.
   CUKIT_DEVICE static unsigned advance(unsigned at, int rows, int chunks) {
     return (at ^ ((chunks & kMask) << 4)) + rows * kPitch + ((chunks & ~kMask) << 4);
   }
@@ -128,9 +128,9 @@ CUKIT_DEVICE void clear(float (&acc)[MT][NT][4]) {
       for (int i = 0; i < 4; ++i) acc[m][n][i] = 0.0f;
 }
 
-// Copies tiles from global to shared memory. Called by all Threads threads of the block; the caller
-// commits the group. Rows of the source are `row_stride` elements apart. Padded: the source may
-// have fewer than Cols columns.
+// Copies tiles from global to shared memory by cp.async. Called by all Threads threads of the
+// block; the caller commits the group. Rows of the source are `row_stride` elements apart. Padded:
+// the source may have fewer than Cols columns.
 template <int Rows, int Cols, int Threads, bool Padded>
 struct TileCopy {
   static constexpr int kChunks = Swizzle<Cols>::kChunks;
@@ -138,7 +138,7 @@ struct TileCopy {
   // With full rows per pass a thread's chunk and phase are constant: all its copies share one
   // offset.
   static constexpr int kRowsPerPass = Threads / kChunks;
-  // At most 32 rows per pass, so that a thread's first offset fits 32 bits.
+  // At most 32 rows per pass, so that a thread's first offset fits in 32 bits.
   static constexpr bool kWholeRows =
       Threads % (8 * kChunks) == 0 && Rows % kRowsPerPass == 0 && kRowsPerPass <= 32;
 

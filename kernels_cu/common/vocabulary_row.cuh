@@ -7,8 +7,8 @@
 //   row  [ head: < VEC elements | vectors of VEC elements ... | tail: < VEC elements ]
 //                               ^ aligned
 //
-// Macros: DTYPE, VEC, THREADS, CLUSTER 1|2|4|8 (above 1: sm_90), CACHED: number of its first
-//   vectors that a thread keeps in shared memory for the second sweep; the others are read again.
+// Macros: DTYPE, VEC, THREADS, CLUSTER 1|2|4|8 (above 1: sm_90), CACHED: each thread keeps its
+//   first CACHED vectors in shared memory for the second sweep, and reads the others again.
 #pragma once
 
 #include "common/platform.cuh"
@@ -24,7 +24,7 @@
 
 namespace cukit {
 
-// An exponent below any real logit's: the reference of a row without mass.
+// Below the exponent of any realistic logit: the reference of a row without mass.
 constexpr float kNoMass = -1e30f;
 
 // A row's mass, sum_v 2^(scale z_v), stored as sum * 2^reference, and a moment of it, sum_v
@@ -66,7 +66,7 @@ CUKIT_DEVICE Mass warp_merge(const Mass& mass) {
   return merged;
 }
 
-// Logarithm (base 2) of a row's mass over the mass of one exponent, e.g. of the target.
+// log2 of a row's mass divided by the term of one logit, 2^(scale logit), e.g. the target's.
 CUKIT_DEVICE float log2_mass_over(const Mass& mass, float logit, float scale) {
   return fmaf(-logit, scale, mass.reference) + log2f(mass.sum);
 }
@@ -78,7 +78,7 @@ struct RowSlice {
   long long base;    // of the row, in elements
   int first_column;  // of this thread's first vector
   int count;         // vectors of this thread
-  int loose_column;  // this thread's element beside the vectors, or -1
+  int loose_column;  // this thread's element outside the vectors, or -1
   int block_begin, block_end;  // columns of the block's vectors
   int tail;                    // the first column after all vectors
   int rank;                    // of the block
@@ -151,7 +151,8 @@ struct RowSlice {
   }
 };
 
-// Vectors first, first + 1, ... of a thread; `count` remain from there, perhaps more than a batch.
+// Vectors first, first + 1, ... of a thread; `count`, possibly more than a batch, remain from
+// `first` on.
 struct Batch {
   int first;
   int count;
@@ -195,7 +196,7 @@ CUKIT_DEVICE void copied_forwards(int count, const Copy& copy, const Body& body)
 
 CUKIT_DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
 
-// The factor of a row's gradient; both pointers are optional.
+// The factor of a row's gradient; both pointers may be null.
 CUKIT_DEVICE float upstream_scale(const float* grad_loss, long long index, const float* normalizer) {
   const float scale = grad_loss != nullptr ? grad_loss[index] : 1.0f;
   return normalizer != nullptr ? scale / *normalizer : scale;
@@ -237,8 +238,8 @@ CUKIT_DEVICE float extreme(const Vec<T, VecSize> (&vectors)[N]) {
   }
 }
 
-// Merges over the warps of a block and the blocks of a cluster. The blocks of a cluster write their
-// results to each other's shared memory; each exchange has its own slot, used once.
+// Merges over the warps of a block and the blocks of a cluster. Each block writes its results to
+// the shared memory of all blocks of its cluster; each exchange has its own slot, used once.
 template <int Masses>
 class RowExchange {
  public:
@@ -253,8 +254,8 @@ class RowExchange {
     float scratch[THREADS / kWarpSize];
   };
 
-  // Remote shared memory may be accessed only once its block is running: begin() arrives, merge()
-  // waits.
+  // Remote shared memory may be accessed only once its block is running: the constructor arrives,
+  // and merge() or skip_merge() waits.
   CUKIT_DEVICE RowExchange(Shared& shared, int rank) : shared_(shared), rank_(rank) {
     if constexpr (CLUSTER > 1) cluster_arrive();
   }

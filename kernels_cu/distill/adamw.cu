@@ -8,8 +8,8 @@
 // 1 / sqrt(1 - beta2^step).
 //
 // Paper: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
-// Mapping: one block per CHUNK elements of a tensor; tensor_of_block is the index of its descriptor,
-//   which contains the addresses. No shared memory.
+// Mapping: one block per CHUNK elements of a tensor; tensor_of_block is the index of the tensor's
+//   descriptor, which contains the addresses. No shared memory.
 // Macros: DTYPE, GRAD float32|float16|bfloat16: dtypes of the parameters and gradients; MASTER 1:
 //   with a float32 master copy, 0: the (float32) parameter is its own master; THREADS; CHUNK a
 //   multiple of 4 * THREADS.

@@ -11,8 +11,9 @@
 //   overwrite the logits.
 // Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64 of the targets; THREADS multiple of 32,
-//   32..1024; VEC elements per access (tensors are aligned to it, rows need not be); CLUSTER 1|2|4|8;
-//   CACHED vectors per thread in shared memory; GRAD 0|1; TRANSFORM 0|1, see distill/logits.cuh.
+//   32..1024; VEC elements per access (tensors are aligned to it, rows need not be); CLUSTER
+//   1|2|4|8; CACHED vectors per thread in shared memory; GRAD 0|1; TRANSFORM 0|1, see
+//   distill/logits.cuh.
 //   PHASE 0: whole rows; 1 (without GRAD) and 3: a shard of the columns, see distill/row_shard.cuh.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.

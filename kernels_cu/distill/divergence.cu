@@ -10,23 +10,25 @@
 //
 // where distill/logits.cuh computes the logits z from the input x.
 //
-// First sweep: the masses of both rows (the denominators of their softmaxes), and the teacher's mass
-// weighted with teacher - student. They give the forward KL, sum_v p log(p / q), as a difference of
-// two terms. If it is large compared with them, it is the loss, and the second sweep writes q - p.
-// Otherwise student and teacher are close, and both results would be rounding errors: the second
-// sweep sums non-negative terms, without cancellation.
-// The other divergences need a sum over the row before the first element of their gradient: they sum
-// loss and slopes in the second sweep and write the gradient in a third. For the reverse KL that sum is
-// the loss, which the first sweep gives if student and teacher are far apart.
+// First sweep: the masses of both rows (the denominators of their softmaxes), and the teacher's
+// mass weighted with teacher - student. These sums give the forward KL, sum_v p log(p / q), as a
+// difference of two terms. If the difference is large compared with the terms, it is the loss, and
+// the second sweep writes q - p. Otherwise student and teacher are close, and this difference and
+// q - p would be mostly rounding errors: the second sweep sums non-negative terms, without
+// cancellation.
+// The gradients of the other divergences depend on a sum over the row: the second sweep sums loss
+// and slopes, and a third writes the gradient. For the reverse KL that sum is the loss, which the
+// first sweep gives if student and teacher are far apart.
 //
 // Mapping: a cluster of CLUSTER blocks per row, each with its part of the columns. The gradient may
 //   overwrite the student's logits.
 // Shared memory: 2 * CACHED * THREADS * VEC * sizeof(DTYPE) bytes.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64 of the targets; THREADS multiple of 32,
-//   32..1024; VEC elements per access (tensors are aligned to it, rows need not be); CLUSTER 1|2|4|8;
-//   CACHED vectors of each row per thread in shared memory; GRAD 0|1; HARD 0|1; DIVERGENCE 0..5, see
-//   distill/divergence_rows.cuh; TRANSFORM 0|1, see distill/logits.cuh.
-//   PHASE 0: whole rows; 1..3: a shard of the columns, see distill/row_shard.cuh; 1, 2: without GRAD.
+//   32..1024; VEC elements per access (tensors are aligned to it, rows need not be); CLUSTER
+//   1|2|4|8; CACHED vectors of each row per thread in shared memory; GRAD 0|1; HARD 0|1; DIVERGENCE
+//   0..5, see distill/divergence_rows.cuh; TRANSFORM 0|1, see distill/logits.cuh.
+//   PHASE 0: whole rows; 1..3: a shard of the columns, see distill/row_shard.cuh; 1, 2: without
+//   GRAD.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
@@ -294,8 +296,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
     }
   }
 
-  // Calls visit(student vector, teacher vector, write) for all vectors of this thread, from the last to
-  // the first; write(gradient) stores the corresponding vector of the gradient.
+  // Calls visit(student vector, teacher vector, write) for all vectors of this thread, from the
+  // last to the first; write(gradient) stores the corresponding vector of the gradient.
   const auto sweep_again = [&](const auto& visit) {
     cukit::backwards<kInFlight>(slice.count, [&](const cukit::Batch& batch) {
       Vector of_student[kInFlight], of_teacher[kInFlight];

@@ -15,9 +15,9 @@
 //
 // Rows far apart, with a large divergence, are summed by these formulas, in r = q / p and, for the
 // mixtures, log(m / p). For close rows the terms are rewritten so that none is negative or the
-// difference of two larger ones: near d = 0 as power series in x = r - 1. Threads with columns that a
-// model masks, where r overflows or underflows, divide by the larger of p and q. A constant added to a
-// slope cancels in the gradient, so slopes that vanish with d are used.
+// difference of two larger terms: near d = 0 as power series in x = r - 1. Threads with columns
+// that a model masks, where r overflows or underflows, divide by the larger of p and q. A constant
+// added to a slope cancels in the gradient, so slopes that vanish with d are used.
 //
 // Macros: DTYPE; DIVERGENCE 0..5, in the order above; HARD 0|1; TRANSFORM 0|1.
 #pragma once
@@ -32,13 +32,14 @@ namespace cukit {
 enum class Divergence { ForwardKl, ReverseKl, Jsd, SkewedForwardKl, SkewedReverseKl, TotalVariation };
 constexpr Divergence kDivergence = static_cast<Divergence>(DIVERGENCE);
 
-// The forward KL of the first sweep is the loss if it is at least this fraction of the terms whose
-// difference it is, plus 1: its rounding errors, about 1e-7 of these, are then below 1e-5 of the loss.
+// The first sweep gives the forward KL as a difference of terms. This difference is the loss if it
+// exceeds the fraction kMinShare of 1 + the sum of the terms' magnitudes: its rounding error, about
+// 1e-7 of that sum, is then below 1e-5 of the loss.
 constexpr float kMinShare = 1.0f / 16;
 
-// How a sweep computes an element, see ForwardKlRow and CentredRow. Apart: student and teacher differ
-// enough for the formulas above. Close: they do not. Near: a vector of a close row in which all |b| are
-// small. Masked: as Close or Apart, but probabilities may be 0.
+// How a sweep computes an element, see ForwardKlRow and CentredRow. Apart: student and teacher
+// differ enough for the formulas above. Close: they do not. Near: a vector of a close row in which
+// all |b| = |d / log 2| are small. Masked: as Close or Apart, but probabilities may be 0.
 enum class Sweep { Apart, Close, Near, Masked };
 template <Sweep sweep>
 struct Choice { static constexpr Sweep kSweep = sweep; };
@@ -126,16 +127,16 @@ struct RowMasses {
     return kLn2 * fmaf(student.moment / student.sum, scale, offset);
   }
 
-  // Whether all ratios of this thread's probabilities are finite and normal floats, given its lowest
-  // logits; ratios of masked columns are not.
+  // Whether all ratios of this thread's probabilities are finite and normal floats, given the
+  // thread's lowest logits. False if the thread has masked columns.
   CUKIT_DEVICE bool ratios_fit(float lowest_student, float lowest_teacher) const {
     return teacher.exponent(lowest_teacher, scale) > log2f(teacher.sum) - kLargest &&
            student.exponent(lowest_student, scale) > log2f(student.sum) - kLargest;
   }
   static constexpr float kLargest = 120.0f;
 
-  // Whether a loss of `share` times the forward KL is accurate. False for NaN, which the moment is if
-  // both rows mask a column.
+  // Whether a loss of `share` times the forward KL is accurate. False for NaN, which the moment is
+  // if both rows mask a column.
   CUKIT_DEVICE bool far_apart(float share = 1.0f) const {
     return is_large(teacher, divergence() * share);
   }
@@ -149,9 +150,9 @@ struct RowMasses {
   }
 };
 
-// The forward KL. If the first sweep's sums give it accurately, the second writes q - p. If student and
-// teacher are close, the second sweep sums it, and for small |d| computes q - p = p (f - d) with the
-// series f = expm1(-d) + d.
+// The forward KL. If the first sweep's sums give the divergence accurately, the second sweep writes
+// q - p. If student and teacher are close, the second sweep sums the divergence, and for small |d|
+// computes q - p = p (f - d) with the series f = expm1(-d) + d.
 struct ForwardKlRow : RowMasses {
   // Whether all exponentials of the teacher's logits from `lowest` up, and all q / p, are normal
   // floats: q is at most 2^kSlack / student mass.
@@ -186,23 +187,25 @@ struct ForwardKlRow : RowMasses {
   }
 };
 
-// The other divergences: a second sweep sums terms and slopes, a third writes the gradient. If the rows
-// are far apart, the reverse KL and the sum of its slopes are known after the first sweep.
+// The other divergences: a second sweep sums terms and slopes, a third writes the gradient. If the
+// rows are far apart, the reverse KL and the sum of its slopes are known after the first sweep.
 struct CentredRow : RowMasses {
   static constexpr bool kMixes = kDivergence == Divergence::Jsd ||
                                  kDivergence == Divergence::SkewedForwardKl ||
                                  kDivergence == Divergence::SkewedReverseKl;
   static constexpr bool kSkewed = kMixes && kDivergence != Divergence::Jsd;
 
-  // If all |b| of a vector are below this, all |x| are below kSeriesRadius, with a margin for rounding.
+  // If all |b| of a vector are below this, all |x| are below kSeriesRadius, with a margin for
+  // rounding.
   static constexpr float kNearby = 0.16f;
 
   float beta;
   float centre;  // sum_v q_v slope_v
   bool far;
 
-  // Approximately the smallest ratio of the divergence to the forward KL, times the gain in accuracy
-  // of its definition over that of the forward KL: no term is a difference of terms of size p d.
+  // Approximately the smallest ratio of the divergence to the forward KL, times the gain in
+  // accuracy of its definition over that of the forward KL: no term is a difference of terms of
+  // size p d.
   CUKIT_DEVICE float share_of_kl() const {
     if constexpr (kDivergence == Divergence::Jsd) return 2.0f * beta * (1.0f - beta);
     if constexpr (kSkewed) return 2.0f * (1.0f - beta) * (1.0f - beta);
@@ -223,7 +226,7 @@ struct CentredRow : RowMasses {
     return kDivergence == Divergence::SkewedReverseKl ? beta : 1.0f - beta;
   }
 
-  // Computes the ratios of an element if they are normal floats.
+  // Computes the ratios of an element, which must be normal floats.
   CUKIT_DEVICE void compare(Pair& at) const {
     if constexpr (kMixes) {
       at.r = exp2f(-at.b);
@@ -239,7 +242,7 @@ struct CentredRow : RowMasses {
     return sign * (1.0f - beta) * __fdividef(x, m);
   }
 
-  // The same for any ratio.
+  // The same for all values of the ratios.
   CUKIT_DEVICE void compare_safely(Pair& at) const {
     at.b = fmaxf(fminf(at.b, 1e30f), -1e30f);  // replaces NaN, if both are masked
     if constexpr (kMixes) {
@@ -253,7 +256,8 @@ struct CentredRow : RowMasses {
     }
   }
 
-  // Slopes have an absolute error of about 1e-7, negligible in the gradient, which is q times a slope.
+  // Slopes have an absolute error of about 1e-7, negligible in the gradient, which is q times a
+  // slope.
   CUKIT_DEVICE float slope(const Pair& at) const {
     if constexpr (kDivergence == Divergence::ReverseKl) {
       return -kLn2 * at.b;
@@ -308,8 +312,8 @@ struct CentredRow : RowMasses {
     return fabsf(b) < kNear ? change(b) : exp2f(-b) - 1.0f;
   }
 
-  // The term of an element whose ratios are normal floats. Its error is about 1e-7 of |p d|, which is
-  // accurate enough for a vector with some |b| > kNearby.
+  // The term of an element whose ratios are normal floats. Its error is about 1e-7 of |p d|, which
+  // is accurate enough for a vector with some |b| > kNearby.
   CUKIT_DEVICE float fitting_term(const Pair& at) const {
     const float share = 1.0f - beta;
     if constexpr (kDivergence == Divergence::ReverseKl) {
@@ -357,7 +361,8 @@ struct CentredRow : RowMasses {
     }
   }
 
-  // a log(a / m) - a + m with m = beta a + (1 - beta) b; `likelier`: a is the larger one.
+  // a log(a / m) - a + m with m = beta a + (1 - beta) b. `likelier`: a >= b. `gap`, `x`: as in
+  // exact_term.
   CUKIT_DEVICE float skewed_term(float a, float b, bool likelier, float gap, float x) const {
     const float share = 1.0f - beta;
     const float log_m = log1pf((likelier ? share : beta) * x);  // log(m / larger)
@@ -453,8 +458,8 @@ CUKIT_DEVICE void differences(const Row& row, float (&into)[N], const float (&of
   }
 }
 
-// The gradient of N elements with respect to the inputs of their logits. hard_target: subtracted from
-// the gradient of the logits, for the target's element.
+// The gradient of N elements with respect to the inputs of their logits. `hard_target` is
+// subtracted from the gradient of the logits; it is 0 except for the target's element.
 template <Sweep sweep, typename Row, int N>
 CUKIT_DEVICE void gradient_of(const Row& row, Vec<element_t, N>& into,
                               const Vec<element_t, N>& of_student,

@@ -2,11 +2,11 @@
 //
 //   average += (1 - decay) (value - average),  copy = average rounded
 //
-// Mapping: one block per CHUNK elements of a tensor; tensor_of_block is the index of its descriptor,
-//   which contains the addresses. No shared memory.
-// Macros: DTYPE float32|float16|bfloat16 of the copies; VALUE the same of the values; COPY 1: the
-//   average is also written to a copy, rounded, 0: only the (float32) average is written; THREADS;
-//   CHUNK a multiple of 4 * THREADS.
+// Mapping: one block per CHUNK elements of a tensor; tensor_of_block is the index of the tensor's
+//   descriptor, which contains the addresses. No shared memory.
+// Macros: DTYPE, VALUE float32|float16|bfloat16: dtypes of the copies and of the values; COPY 1:
+//   the average is also written to a copy, rounded, 0: only the (float32) average is written;
+//   THREADS; CHUNK a multiple of 4 * THREADS.
 // Minimum architecture: sm_80. Arithmetic in float, deterministic. Reference:
 // cukit/reference/optimizer.py.
 #include "common/platform.cuh"
@@ -25,7 +25,7 @@ struct Tensor {  // int64 [6] on the host
   T* copy;
   long long size;
   long long first_block;
-  long long aligned;  // every address allows accesses of kVec elements
+  long long aligned;  // nonzero if every address is aligned for kVec elements
 };
 
 template <int N>

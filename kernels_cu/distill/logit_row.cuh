@@ -1,5 +1,5 @@
-// Two sweeps over a row of logits: sums of exponentials (masses), then a softmax that may overwrite the
-// logits.
+// Two sweeps over a row of logits: sums of exponentials (masses), then a softmax that may overwrite
+// the logits.
 //
 // Macros: those of common/vocabulary_row.cuh and distill/logits.cuh.
 #pragma once
@@ -30,7 +30,7 @@ class LogitRow {
   using Single = Vec<element_t, 1>;
 
   static constexpr int kInFlight = 4;  // loads that a thread issues before it uses the first
-  static constexpr int kAhead = 3;     // batches of such loads in flight to shared memory
+  static constexpr int kAhead = 3;     // batches of kInFlight vectors in flight to shared memory
 
   RowSlice slice;
 

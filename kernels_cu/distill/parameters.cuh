@@ -1,6 +1,7 @@
 // Parameter structs of the distillation kernels.
 //
-// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts agree.
+// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts
+// agree.
 #pragma once
 
 namespace cukit {
@@ -10,7 +11,7 @@ struct LogitRows {
   long long ignore_index;    // of targets
   long long row_stride;      // of the student's logits and their gradient, in elements
   long long teacher_stride;  // likewise; divergence only
-  int columns;               // with logits: the vocabulary, or this process's shard of it
+  int columns;               // that hold logits: the vocabulary, or this process's shard of it
   int width;                 // of the gradient's rows; columns from `columns` on are zeroed
   int grad_loss_stride;      // 1: one value per row, 0: a scalar
 };
@@ -30,7 +31,8 @@ struct LogitTransform {
   float cap, inverse_cap;  // 0: no cap
 };
 
-// cross_entropy, divergence, topk_divergence: factors of losses and gradients; beta of the divergence
+// cross_entropy, divergence, topk_divergence: factors of losses and gradients; beta of the
+// divergence
 struct LossFactors {
   float inverse_temperature;
   float soft_loss;

@@ -1,5 +1,5 @@
-// Rows of logits whose columns are sharded over processes: the statistics of a shard, and the merge
-// of those of all shards.
+// Rows of logits whose columns are sharded over processes: the statistics of a shard, and their
+// merge over all shards.
 //
 // After each sum over whole rows the kernel is launched again; between launches, processes exchange
 // a few floats per row:
@@ -58,7 +58,8 @@ struct RowState {
     to[11] = 0.0f;
   }
 
-  // The state of the whole row: masses and target of all shards, lowest elements of this one.
+  // The state of the whole row: masses and target logit over all shards, lowest elements of this
+  // process's shard.
   CUKIT_DEVICE static RowState read(const float* gathered, long long row, const RowShard& shard) {
     RowState whole;
     for (int rank = 0; rank < shard.size; ++rank) {

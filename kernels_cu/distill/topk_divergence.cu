@@ -2,11 +2,12 @@
 // student's logits; optionally the cross-entropy on a target mixed into both.
 //
 //   q = softmax(student / T)
-//   TAIL 0, top-k tokens only: p_k = exp(log_probs_k), divided by their sum; d_k = log p_k - log q_k
+//   TAIL 0, top-k tokens only: p_k = exp(log_probs_k) / sum_j exp(log_probs_j)
+//             d_k = log p_k - log q_k
 //             soft = sum_k p_k (expm1(-d_k) + d_k) + q_r
 //             grad_k = q_k - p_k,  elsewhere q
-//   TAIL 1, top-k tokens, and all others merged into one more:
-//             soft = sum_k p_k (expm1(-d_k) + d_k) + the same for p_r, q_r
+//   TAIL 1, top-k tokens, and all other tokens merged into one token r: p_k = exp(log_probs_k)
+//             soft = sum_k p_k (expm1(-d_k) + d_k) + the same term of p_r and q_r
 //             grad_k = q_k - p_k,  elsewhere q (1 - p_r / q_r)
 //   TAIL 2, samples, which may repeat, weighted with w_k = sample_weights_k or 1 / K:
 //             soft = sum_k w_k (log_probs_k - log q_k), with 0 for missing log_probs
@@ -14,17 +15,18 @@
 //   with q_r = 1 - sum_k q_k and p_r = 1 - sum_k p_k; soft times factors.soft_loss * weight.
 //   hard = (log sum_v exp z_v - z_target) * weight, z = student                      (HARD)
 //   The gradient is (grad of soft * factors.soft_gradient + grad of hard * factors.hard_gradient)
-//     * dz / dx * weight * grad_loss / normalizer, where distill/logits.cuh computes logits z from x.
+//     * dz / dx * weight * grad_loss / normalizer, where distill/logits.cuh computes the logits z
+//     from the input x.
 //
-// Mapping: a cluster of CLUSTER blocks per row, each with its part of the columns; every block reads
-//   the K tokens. First sweep: the row's masses, the denominators of its softmaxes. Second sweep
-//   (GRAD): the gradient, except for the target and the K tokens, which the block writes afterwards.
+// Mapping: a cluster of CLUSTER blocks per row, each with its part of the columns; every block
+//   reads the K tokens. First sweep: the row's masses, the denominators of its softmaxes. Second
+//   sweep (GRAD): the gradient; the block then overwrites that of the target and of the K tokens.
 //   The gradient may overwrite the logits. Samples are compared pairwise: K^2 / THREADS steps per
 //   thread.
 // Shared memory: CACHED * THREADS * VEC * sizeof(DTYPE) bytes, dynamic; 4 MAX_KNOWN bytes and less
 //   than 1.5 KiB for reductions, static.
-// Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MAX_KNOWN: largest K; GRAD 0|1;
-//   TAIL 0|1|2; HARD 0|1.
+// Macros: those of distill/logit_row.cuh; ID int32|int64 of the targets; MAX_KNOWN: largest K; GRAD
+//   0|1; TAIL 0|1|2; HARD 0|1.
 // Minimum architecture: sm_80, sm_90 with CLUSTER > 1. Sums in float in a fixed order:
 // deterministic. Reference: cukit/reference/losses.py.
 #include "common/platform.cuh"
@@ -95,7 +97,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
   const auto known_log_prob = [&](int k) {
     return kSamples && teacher_log_probs == nullptr ? 0.0f : teacher_log_probs[first + k];
   };
-  const auto known_weight = [&](int k) {  // of the sum over the known tokens
+  const auto known_weight = [&](int k) {  // in the sum over the known tokens
     if constexpr (kSamples) {
       return sample_weights != nullptr ? sample_weights[first + k] : 1.0f / num_known;
     }
@@ -163,7 +165,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
     sums[1] += at.q;
   }
   cukit::block_reduce<cukit::Sum, THREADS>(sums, scratch);
-  // q's rest is 1 minus a sum, and at least the rounding error of that difference.
+  // q_r is 1 minus a sum; with TAIL 1, which divides by q_r, at least that difference's rounding
+  // error.
   const float rest_q = fmaxf(1.0f - sums[1], kBucket ? 0x1p-24f : 0.0f);
   const float rest_p = kBucket ? fmaxf(1.0f - known_p, 0.0f) : 0.0f;
   if (active && writes_loss) {

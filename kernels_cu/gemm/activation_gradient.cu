@@ -2,7 +2,8 @@
 //
 //   PARTS 1   grad = grad_out f'(z)
 //   PARTS 2   z = [gate | up]: grad = [grad_out up f'(gate) | grad_out f(gate)]
-//   SUMS 1    partial[s, c] = sum of grad[r, c] over the rows r of strip s; column_sum.cu adds them
+//   SUMS 1    partial[s, c] = sum of grad[r, c] over the rows r of strip s; common/column_sum.cu
+//             adds the strips
 //
 // Mapping: block (x, y) computes 32 * VEC columns of the rows of strip y, one row per warp at a
 //   time, VEC columns per lane. One pass over memory.

@@ -5,8 +5,8 @@
 //
 // Mapping: one block per 128 x 128 tile (gemm/bsr_sm80.cuh); tiles of the same columns are
 //   adjacent, longest groups of rows first. An entry of a group is a block column in which any of
-//   its rows has a block. A stage holds 64 of k: 64 / BLOCK entries, or half an entry if BLOCK is
-//   128.
+//   the group's rows has a block. A stage holds 64 of k: 64 / BLOCK entries, or half an entry if
+//   BLOCK is 128.
 // Shared memory, bytes: STAGES * 32768, dynamic: stages (a | b), reused for the tile of out; 4 *
 //   STAGES, static.
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; SPARSE_TRANSPOSED, DENSE_TRANSPOSED,
@@ -45,7 +45,7 @@ struct StageEntries {
   }
 };
 
-// Starts the copies of a stage. within: offset along k into the entry's blocks.
+// Starts the copies of a stage. `within`: offset along k into the entry's blocks.
 CUKIT_DEVICE void start_stage(unsigned stage, const T* values, const T* dense, int within,
                               const StageEntries& entries, int first_column,
                               const cukit::BsrParameters& p) {
@@ -71,7 +71,7 @@ CUKIT_DEVICE void start_stage(unsigned stage, const T* values, const T* dense, i
   });
 }
 
-// bits: mask of the stage's stored blocks, in the lane order of StageEntries.
+// `bits`: mask of the stage's stored blocks, in the lane order of StageEntries.
 CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& acc, const cukit::BsrLeft<SPARSE_TRANSPOSED>& a,
                                  const cukit::BsrRight<!DENSE_TRANSPOSED>& b, unsigned bits, int bytes) {
   const int warp_row = cukit::bsr_warp_row();

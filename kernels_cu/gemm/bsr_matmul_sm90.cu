@@ -5,13 +5,13 @@
 //
 // Mapping: a tile of the result has COLUMNS columns and the rows of a group of block rows of op(s),
 //   a single one if blocks have 64 rows or more (gemm/bsr_sm90.cuh). An entry of a group is a block
-//   column in which any of its rows has a block. A warp of the first warpgroup loads the blocks of
-//   each entry and the rows of op(d) that they multiply, TILE_K of k at a time (a part of an entry,
-//   or several entries), up to STAGES ahead and across tiles. Missing blocks have index -1. The
-//   host pads groups to whole stages with entries that have no blocks and whose rows of d are out
-//   of bounds, where TMA reads zeros; an empty group uses padding after the last entry. The host
-//   assigns tiles to the blocks of the grid so that all finish at about the same time; concurrent
-//   tiles share their columns of d, which stay in L2.
+//   column in which any of the group's rows has a block. A warp of the first warpgroup loads the
+//   blocks of each entry and the rows of op(d) that they multiply, TILE_K of k at a time (a part of
+//   an entry, or several entries), up to STAGES ahead and across tiles. Missing blocks have index
+//   -1. The host pads groups to whole stages with entries that have no blocks and whose rows of d
+//   are out of bounds, where TMA reads zeros; an empty group uses padding after the last entry. The
+//   host assigns tiles to the blocks of the grid so that all finish at about the same time;
+//   concurrent tiles share their columns of d, which stay in L2.
 // Missing blocks of 16 are loaded from beyond the last block, where TMA writes zeros without
 //   reading memory. With larger blocks or DENSE_TRANSPOSED, reading zeros from memory is faster;
 //   the loads cycle through many blocks of zeros, because a single one would be in one slice of L2.
@@ -44,7 +44,7 @@ using T = cukit::element_t;
 constexpr unsigned kZeroRows = 4096;
 constexpr bool kZerosOutside = BLOCK == 16 && !DENSE_TRANSPOSED;
 
-// A part of a stage belongs to one entry.
+// A stage is divided into parts, each from a single entry.
 constexpr int kPartK = TILE_K < BLOCK ? TILE_K : BLOCK;
 constexpr int kEntrySteps = BLOCK / kPartK;   // stages of an entry
 constexpr int kStageEntries = TILE_K / kPartK;  // entries of a stage
@@ -95,9 +95,9 @@ struct Operands {
     return entry;
   }
 
-  // Loads all tiles; called by a warp. Each lane holds the indices of one entry and prefetches those
-  // of the entry kWarpSize further on, or of the next tile: an index that is loaded only when it is
-  // needed would delay the copies by the latency of a busy L2.
+  // Loads all tiles; called by a warp. Each lane holds the indices of one entry and prefetches
+  // those of the entry kWarpSize further on, or of the next tile: an index that is loaded only when
+  // it is needed would delay the copies by the latency of a busy L2.
   template <typename Schedule>
   CUKIT_DEVICE void load_tiles(cukit::Pipeline<STAGES>& pipeline, unsigned char* stages,
                                const Schedule& schedule) const {
@@ -117,7 +117,7 @@ struct Operands {
         for (int i = 0; i < count; i += kStageEntries) {
           for (int step = 0; step < kEntrySteps; ++step) {
             pipeline.acquire(state);
-            __syncwarp();  // otherwise a lane could wait for this round after the next has ended
+            __syncwarp();  // otherwise a lane could wait for this phase after the next has ended
             unsigned char* const stage = stages + state.index * Shape::kStageBytes;
             cukit::Mbarrier* full = nullptr;
             if (lane == 0) full = pipeline.expect(state, Shape::kStageBytes);
@@ -236,7 +236,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) bsr
     const int4* __restrict__ work,     // [clusters of the grid, turns]: group, first column, entry
                                        // begin and end
     const int* __restrict__ block_columns,  // [entries + kWarpSize]: of op(s)
-    const int* __restrict__ numbers,  // [entries + kWarpSize, kSlots]: index of a row's block, or -1
+    const int* __restrict__ numbers,  // [entries + kWarpSize, kSlots]: index of a block, or -1
     const int n, const int turns) {
   const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
   cukit::multiply_listed<Shape, Tile, STAGES, CLUSTER>(

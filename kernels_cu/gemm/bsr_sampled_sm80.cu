@@ -3,8 +3,8 @@
 //   values[number of (i, j)] = block (i, j) of op(a) op(b)     for each block of the pattern
 //
 // Mapping: one block per 128 x 128 tile (gemm/bsr_sm80.cuh): 128 / BLOCK adjacent block rows, and
-//   as many block columns that any of them uses, gathered side by side. Blocks of the tile that are
-//   not in the pattern are not multiplied, although their operands are loaded.
+//   up to 128 / BLOCK block columns that any of these rows uses, gathered side by side. Blocks of
+//   the tile that are not in the pattern are not multiplied, although their operands are loaded.
 // Shared memory, bytes: STAGES * 32768, dynamic: stages (a | b).
 // Macros: DTYPE float16|bfloat16; BLOCK 16|32|64|128; A_TRANSPOSED, B_TRANSPOSED 0|1; STAGES 2..;
 //   THREADS 256.
@@ -37,7 +37,7 @@ CUKIT_DEVICE int block_number(const int* numbers, int entry, int end) {
   return exists ? numbers[static_cast<long long>(at) * kSlots + slot] : -1;
 }
 
-// bits: mask of the lanes for which block_number found a block.
+// `bits`: mask of the lanes for which block_number found a block.
 CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& acc, const cukit::BsrLeft<A_TRANSPOSED>& a,
                                  const cukit::BsrRight<!B_TRANSPOSED>& b, unsigned bits, int bytes) {
   if (bits == 0) return;

@@ -2,9 +2,9 @@
 // and the operands' layout in shared memory (common/tile.cuh).
 //
 // A tile covers 128 / BLOCK adjacent block rows, and each block column that they use is read once
-// for all of them: with single block rows of 16 or 32, the tensor cores would wait for copies of
-// the other operand. A bit mask, uniform across a warp, marks the stored blocks of a tile; the
-// others are neither loaded nor multiplied.
+// for all of them: tiles of a single block row of 16 or 32 rows would be bound by the copies of the
+// other operand. A bit mask, uniform across a warp, marks the blocks that exist; the others are not
+// multiplied and, in bsr_matmul_sm80, not loaded.
 #pragma once
 
 #include "common/platform.cuh"
@@ -74,7 +74,8 @@ struct BsrLeft {
   }
 };
 
-// Operand b of a warp: load(r, column, k, bytes) reads two adjacent 16 x 8 fragments.
+// Operand b of a warp: load(r, column, k, bytes) reads the two adjacent 16 x 8 fragments at
+// (k, column).
 template <bool Transposed>
 struct BsrRight {
   using Read = Operand<Transposed ? kBsrTile : kBsrTileK,

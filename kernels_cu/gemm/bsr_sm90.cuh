@@ -5,9 +5,9 @@
 // stored block is read as few times as possible:
 //   blocks of 128  each consumer has 64 of the rows and all columns;
 //   blocks of 64   both consumers have the same 64 rows, and half of the columns each;
-//   smaller blocks as for 64, but the 64 rows are kSlots adjacent block rows. A block column that
-//                  any of them uses is multiplied by all, with zeros for missing blocks: wgmma has
-//                  64 rows, and the rows of the other operand are loaded once for all slots.
+//   smaller blocks as for 64, but the 64 rows are kSlots adjacent block rows. Each block column
+//                  that any of these uses is multiplied for all of them, with zeros for missing
+//                  blocks: wgmma has 64 rows, and the other operand is loaded once for all slots.
 // A stage holds Parts times TileK of k of both operands: a | b | a | ..; consumers with different
 // columns have separate tiles of b. Either operand may be K-major or MN-major; tiles keep the
 // layout of the matrix in memory.
@@ -131,8 +131,8 @@ struct PieceStore {
   static_assert(!Transposed || PieceColumns == 64, "a transposed piece is square");
   static_assert(kPieces % kBuffers == 0, "the pieces of all tiles use the buffers in turn");
 
-  // Called by all threads of the warpgroup, which has its own named barrier. One thread calls
-  // send(piece, buffer), which may issue the TMA store of that piece.
+  // Called by all threads of the warpgroup; `barrier`: a named barrier that no other warpgroup
+  // uses. One thread calls send(piece, buffer), which may issue the TMA store of that piece.
   template <typename Send>
   CUKIT_DEVICE static void store(const float (&acc)[Columns / 2], unsigned char* buffers, int barrier,
                                  const Send& send) {
@@ -194,9 +194,9 @@ struct ListedTiles {
 };
 
 // The body of a block: a producer warp and two consumers compute the tiles assigned to the block.
-// Dynamic shared memory holds the stages, followed by the buffers of the epilogue, which
-// make_epilogue(buffers, consumer) returns. All lanes of the producer warp call load_tiles(pipeline,
-// stages, schedule).
+// Dynamic shared memory holds the stages, followed by the buffers of the epilogue.
+// make_epilogue(buffers, consumer) returns the epilogue. All lanes of the producer warp call
+// load_tiles(pipeline, stages, schedule).
 template <typename Shape, typename WorkTile, int Stages, int ClusterSize = 1, typename LoadTiles,
           typename MakeEpilogue>
 CUKIT_DEVICE void multiply_listed(const int4* work, int turns, const LoadTiles& load_tiles,

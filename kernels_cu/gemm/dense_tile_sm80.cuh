@@ -3,7 +3,7 @@
 //   out = f(a b^T + bias)                       f: none, ReLU, GELU, SiLU
 //   out = f(a gate^T) * (a up^T)                PARTS 2: SwiGLU, GeGLU
 //
-// With KEEPS the input of f is stored too; the backward needs it.
+// With KEEPS the input of f is stored too, for the backward pass.
 //
 // Mapping: a block computes a TILE_M x TILE_N tile of the product with WARPS_M x WARPS_N warps,
 //   which divide its rows and columns. k steps of TILE_K are copied up to STAGES - 1 ahead.

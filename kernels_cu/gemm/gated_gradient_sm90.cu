@@ -1,5 +1,5 @@
-// The gradient of a gated linear layer's preactivation through the linear layer after it, on Hopper:
-// a dense product whose epilogue is the activation's gradient.
+// The gradient with respect to the preactivation of a gated linear layer, through the linear layer
+// after it, on Hopper: a dense product whose epilogue is the activation's gradient.
 //
 //   h = grad_out w                          the gradient of the gated layer's result
 //   grad = [h up f'(gate) | h f(gate)]      z = [gate | up]; f: ReLU, GELU, SiLU
@@ -11,16 +11,16 @@
 //   two consumer warpgroups compute alternate tiles, each a whole tile: one runs its epilogue while
 //   the other multiplies. Otherwise each computes half of every tile's rows, and both run their
 //   epilogues between two main loops.
-//   The epilogue works in parts of 64 x 64 elements of h: it overwrites gate and up in shared
-//   memory by their gradients, and TMA stores these. Once TMA has read a part, the next tile's is
-//   loaded.
+//   The epilogue processes parts of 64 x 64 elements of h: it overwrites gate and up in shared
+//   memory with their gradients, which TMA stores. Once TMA has read a part, the same part of the
+//   next tile's z is loaded into its buffer.
 // Shared memory, dynamic: STAGES * (TILE_M + TILE_N) * 128 bytes of operands a | b, then a buffer
 //   of 16 KB, gate | up, for each part of a tile, by rows, then columns. Static: two barriers per
 //   stage and per part, one for the order of the main loops.
 // Barriers: a part's buffer is filled once per tile of the block (turn), so the phase of its
-//   barriers is the parity of the turn. Alternating consumers use a buffer every second turn, always
-//   with the same parity: before a consumer waits for the buffer to be full, it waits for its
-//   release in the turn before, which is the other consumer's.
+//   barriers is the parity of the turn. Alternating consumers use a buffer every second turn,
+//   always with the same parity: before a consumer waits for the buffer to be full, it waits until
+//   the other consumer has released the buffer in the turn before.
 // Macros: DTYPE float16|bfloat16; TILE_M, TILE_N 128; STAGES; THREADS 384; ALTERNATING 0|1;
 //   ACTIVATION Relu|GeluErf|GeluTanh|Silu.
 // Tensor maps: grad_out boxes [TILE_M, 64]; w, z and grad boxes [64, 64]; swizzled in rows of 128
@@ -86,8 +86,8 @@ struct Epilogue {
   CUKIT_DEVICE void store(const Sums& sums, const Tile& tile) {
     const int first = ALTERNATING ? 0 : group;  // 64-row tile of sums[0]
     cukit::PipelineState<kParts> before;
-    // The first thread has released the buffers of this consumer's previous tile; otherwise another
-    // thread's wait for the release in the turn before could return early.
+    // Ensures that the first thread has released the buffers of this consumer's previous tile;
+    // otherwise another thread's wait for the release in the turn before could return early.
     if constexpr (ALTERNATING) cukit::named_sync(1 + group, kWarpgroupThreads);
 #pragma unroll
     for (int index = 0; index < Shape::kRowTiles * kColumnParts; ++index) {
@@ -119,8 +119,8 @@ struct Epilogue {
   CUKIT_DEVICE void finish() const {}
 
  private:
-  // Replaces gate and up of a part by their gradients. `outer`: this lane's elements of 64 rows of
-  // h.
+  // Replaces gate and up of a part by their gradients. `outer`: this lane's accumulators of 64 rows
+  // of h.
   template <int N>
   CUKIT_DEVICE void differentiate(const float (&outer)[N], int part, unsigned char* buffer) const {
     constexpr int kBlocks = Part::kColumns / 16;
@@ -158,7 +158,7 @@ struct Epilogue {
     }
   }
 
-  // One thread. Commits a group even if all rows are outside: it is awaited in order.
+  // One thread. Commits even an empty group, so that bulk_wait_read counts parts.
   CUKIT_DEVICE void store_part(const unsigned char* buffer, int column, int row) const {
     if (row < rows) {
       cukit::tma_store_2d(grad, buffer, column, row);

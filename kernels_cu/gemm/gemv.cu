@@ -1,17 +1,17 @@
-// The product of few tokens with a weight matrix, bound by the reads of the weights:
+// The product of few tokens with a weight matrix, memory-bound: the weights are read once.
 //   out[t, n] = sum_k x[t, k] * w[k, n]     for at most TOKENS tokens
 //
 // Mapping: a thread block computes a strip of columns n; its warps, and the blocks of its cluster,
 //   divide the steps of k. A warp multiplies with mma.m16n8k16: x is operand a, w is operand b. The
-//   order of k within a sum is free as long as both operands agree, so threads multiply the 16
-//   bytes of w that they load without shuffles.
+//   order of k within a sum is free as long as both operands agree, so the 16 bytes of w that a
+//   thread loads are its fragments of operand b, without shuffles.
 //     MAJOR 0, w contiguous along k: 8 * TILES columns per block, 32 of k per step; thread (g, t) =
 //       (lane / 4, lane % 4) holds k = 8t ... 8t + 7 of column g of each tile, enough for two MMAs.
 //     MAJOR 1, w contiguous along n: 64 columns per block, 16 of k per step; the thread holds
 //       columns 8g ... 8g + 7 of rows 4t ... 4t + 3 and packs pairs of rows. MMA i uses column
 //       8g + i.
-//   Each warp has a cp.async pipeline in which every thread reads back only what it copied itself:
-//   many loads are in flight without barriers and without registers.
+//   Each warp has a cp.async pipeline in which every thread reads only the data that it copied
+//   itself: many loads are in flight without barriers and without registers.
 // Shared memory: the stages, STAGES * WARPS * 512 bytes for each load of w and each 8 TOKENS,
 //   reused for the warps' accumulators, 4 * WARPS * TOKENS * columns bytes; static 4 * TOKENS *
 //   columns for the cluster.

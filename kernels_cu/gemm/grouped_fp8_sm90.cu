@@ -35,8 +35,8 @@ using Blocks = cukit::BlockScales<Shape>;
 
 static_assert(THREADS == Block::kThreads, "a producer and the consumers");
 
-// TMA loads start at multiples of 16 bytes but groups at any row: boxes of scales start up to three
-// rows early.
+// A box of scales must start at a multiple of 16 bytes, four rows, but groups start at any row:
+// boxes start up to three rows before the tile.
 constexpr int kScaleRows = TILE_M + 4;
 
 CUKIT_DEVICE int rows_early(const GroupTile& tile) { return (tile.first_row() + tile.m) % 4; }

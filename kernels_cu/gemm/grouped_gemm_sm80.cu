@@ -8,7 +8,8 @@
 //   ragged m, a block finds its tile by bisection of the tile offsets, which it computes on the
 //   device; the grid has one extra tile row per group, and blocks without a tile exit.
 // Shared memory: that of a tile; with RAGGED M also 4 * (GROUPS + 1) bytes, static.
-// Macros: RAGGED M|K (with K: MAJOR_A and MAJOR_B MN, PARTS 1); GROUPS, the most groups.
+// Macros: RAGGED M|K (with K: MAJOR_A and MAJOR_B MN, PARTS 1); GROUPS, the maximum number of
+//   groups.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/grouped_gemm.py.
 #include "common/platform.cuh"

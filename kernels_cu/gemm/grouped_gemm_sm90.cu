@@ -13,8 +13,8 @@
 // Shared memory, dynamic: STAGES * (a | b), then the epilogue's buffers, as in linear_sm90.cu.
 //   Static: two barriers per stage, 4 * (GROUPS + 1) bytes for the first tile of each group.
 // Macros: DTYPE float16|bfloat16; RAGGED M|N|K; TILE_M, TILE_N, STAGES, CONSUMERS, BLOCKS_PER_SM,
-//   THREADS, MAJOR_A, MAJOR_B, PARTS, ACTIVATION, KEEPS as in linear_sm90.cu; GROUPS, the most
-//   groups.
+//   THREADS, MAJOR_A, MAJOR_B, PARTS, ACTIVATION, KEEPS as in linear_sm90.cu; GROUPS, the maximum
+//   number of groups.
 // Tensor maps: [matrices, rows, columns], as in grouped_tiles.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/grouped_gemm.py.

@@ -1,7 +1,7 @@
 // Groups of rows, each with its own matrix, and their tiles.
 //
-// Groups are contiguous (offsets[groups + 1]), or each has a capacity of `longest` rows, of which
-// it uses counts[g]. Offsets and counts are read only on the device.
+// Groups are contiguous (offsets[groups + 1]), or each has a capacity of `longest` rows and group g
+// uses the first counts[g] of its rows. Offsets and counts are read only on the device.
 //
 //   Ragged     product                                     groups are along
 //   M          x[rows, k]  times  weights[g][n, k]         rows of a and of the result
@@ -31,7 +31,7 @@ struct Groups {
 };
 
 // Fills starts[groups + 1] with the first tile of each group and the total number of tiles, for
-// tiles of `extent` rows. Called by one warp; at most MostGroups groups.
+// tiles of `extent` rows. Called by all lanes of one warp; at most MostGroups groups.
 template <int MostGroups>
 CUKIT_DEVICE void count_tiles(int* starts, const Groups& rows, int groups, int extent) {
   constexpr int kPerLane = (MostGroups + kWarpSize - 1) / kWarpSize;

@@ -3,7 +3,7 @@
 //   out = f(a b^T + bias)                       f: none, ReLU, GELU, SiLU
 //   out = f(a gate^T) * (a up^T)                PARTS 2: SwiGLU, GeGLU
 //
-// With KEEPS the input of f is stored too; the backward needs it.
+// With KEEPS the input of f is stored too, for the backward pass.
 //
 // Mapping: persistent blocks compute TILE_M x TILE_N tiles of the product, in rasterisation groups
 //   of `group` tile rows (common/hopper/tile_scheduler.cuh). A thread of the first warpgroup loads

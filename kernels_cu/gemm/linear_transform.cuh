@@ -10,7 +10,7 @@
 namespace cukit {
 
 // Activation: a type of common/activation.cuh. Columns: columns of a part's accumulators.
-// Transposed: the features, which the bias belongs to, are the rows of the product instead of its
+// Transposed: the features, with one bias element each, are the rows of the product instead of its
 // columns.
 template <typename T, typename Activation, int Parts, bool Keeps, int Columns, bool Transposed>
 struct LinearTransform {

@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
   for (int step = 0; step < STAGES - 1; ++step) load(step);
   for (int step = 0; step < size.steps; ++step) {
     cukit::cp_async_wait<STAGES - 2>();
-    __syncthreads();  // this stage has arrived, and all warps have read the one that is loaded next
+    __syncthreads();  // this step has arrived, and the stage of the previous step is free
     load(step + STAGES - 1);
     const unsigned stage = shared + step % STAGES * kStageBytes;
 #if PARTIALS

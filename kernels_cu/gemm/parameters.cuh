@@ -1,6 +1,7 @@
 // Parameter structs that the kernels of matrix products take by value.
 //
-// cukit/core/parameters.py reads these definitions; each compilation asserts that both agree.
+// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts
+// agree.
 #pragma once
 
 namespace cukit {
@@ -18,7 +19,7 @@ struct LinearParameters {
   int box_a, box_b;
 };
 
-// A product of which the first `rotated` columns are rotated, with tables of `period` rows.
+// A product whose first `rotated` columns are rotated (RoPE), with tables of `period` rows.
 struct RotatedParameters {
   GemmParameters gemm;
   int period, rotated;
@@ -74,7 +75,7 @@ struct BsrParameters {
 // A product of activations x [tokens, k] with a packed weight [rows, k]: out [tokens, rows].
 struct WeightOnlyParameters {
   int tokens, rows;
-  int columns;       // row length of x, read without tensor maps only: k rounded up to 8 elements
+  int columns;       // row length of x, k rounded up to a multiple of 8; without tensor maps only
   int steps;         // blocks of the weight along k, at least 1
   int group;         // tile rows of a rasterisation group
   int token_stride;  // of the scales of a float8 x: 0 if all tokens share one

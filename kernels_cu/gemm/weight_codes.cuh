@@ -81,8 +81,8 @@ CUKIT_DEVICE unsigned multiply_pairs(__nv_bfloat16, unsigned a, unsigned b) {
 // int4 to 16-bit elements. A word holds eight codes, each + 8: field i of the lower half is the
 // first column of a[i], field i of the upper half the second. Fields are 4 bits wide and start at
 // bit 3, wrapping around the end of the word: field 0 is then the four highest mantissa bits of a
-// bfloat16, or the middle ones of a float16. With the exponent or-ed in, it reads 16 + code (128 +
-// code in float16).
+// bfloat16, or the middle ones of a float16. With the exponent or-ed in, the value is 16 + field
+// (bfloat16) or 128 + field (float16), where field = code + 8.
 template <typename T>
 struct Int4Codes {
   static constexpr int kBits = 4;
@@ -96,7 +96,7 @@ struct Int4Codes {
     unsigned row[2];
   };
 
-  // `both`: the rows' zero points + 8. They are expanded in the same way as codes.
+  // `both`: the rows' zero points + 8, one nibble each, expanded in the same way as codes.
   CUKIT_DEVICE static Zeros zeros(unsigned both, const unsigned char*) {
     return {{(both & 15u) * 0x00080008u | exponent(T()),
              (both >> 4) * 0x00080008u | exponent(T())}};
@@ -135,11 +135,11 @@ struct Int8Codes {
   }
 
  private:
-  // Bytes 0 and 2 of a word, - 128. float16: 1024 + code is exact.
+  // Bytes 0 and 2 of a word, minus 128. float16: 1024 + byte is exact.
   CUKIT_DEVICE static unsigned pair(__half, unsigned word) {
     return detail::subtract_pairs(__half(), and_or(word, 0x00ff00ffu, 0x64006400u), 0x64806480u);
   }
-  // bfloat16: 128 + the lower seven bits, minus 128 if the eighth bit is set, else minus 256.
+  // bfloat16: 128 + the lower seven bits of the byte, minus 128 if the eighth is set, else 256.
   CUKIT_DEVICE static unsigned pair(__nv_bfloat16, unsigned word) {
     return detail::subtract_pairs(__nv_bfloat16(), and_or(word, 0x007f007fu, 0x43004300u),
                                   and_xor(word, 0x00800080u, 0x43804380u));
@@ -154,9 +154,10 @@ struct Int8Codes {
 // it replicates the byte's sign bit eight times instead. So both halves of a table are looked up,
 // one with the highest bits unchanged and one with them inverted, and the results are xor-ed: a
 // byte from one half and a replicated sign from the other. To make this work, bytes i and i + 8 of
-// a table have the same sign (-0 fills an odd one out), and of a negative pair the second byte is
-// stored inverted: its sign bits are zeros, and the first byte's sign bits undo the inversion.
-// Packing replaces each code by its index in the table of its zero point.
+// a table have the same sign (-0 completes the last pair if the number of negative values is odd),
+// and the second byte of a negative pair is stored inverted: its sign bit is 0, and the replicated
+// sign of the first byte undoes the inversion. Packing replaces each code by its index in the table
+// of its zero point.
 struct Int4Float8Codes {
   static constexpr int kBits = 4;
   static constexpr int kStepColumns = 32;
@@ -167,7 +168,7 @@ struct Int4Float8Codes {
     unsigned table[2][4];
   };
 
-  // Fills the tables; called by `threads` threads, at least a warp, with index `thread`.
+  // Fills the tables; called by `threads` threads, numbered by `thread`.
   CUKIT_DEVICE static void prepare(unsigned char* tables, int thread, int threads) {
     for (int i = thread; i < kTableBytes; i += threads) {
       tables[i] = static_cast<unsigned char>(detail::float8_entry(i / 16, i % 16));

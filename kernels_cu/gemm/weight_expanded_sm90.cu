@@ -10,11 +10,11 @@
 //   warpgroups of 128 rows each. A k step is a group of 128; the tensor cores' sum of a group is
 //   multiplied by its scale and added in float (common/hopper/promoted_product.cuh).
 // Expansion: the other three warps of the producer warpgroup claim packed blocks (64 rows x 128
-//   columns), in the order in which the products need them, and count those of a tile row and step
-//   that have been written; a producer waits for the count. A block of the grid only waits for
-//   blocks that are running, since only running blocks claim work.
-// Expanded weight: [ceil(rows / 128)][steps][kUnitBytes]: a swizzled tile [128, 128] of codes, as it
-//   is in shared memory, so that it is loaded by a plain bulk copy; then the float scales of its
+//   columns) in the order in which the products use them, and count the blocks that they have
+//   written for each tile row and step; the producer warp waits for the full count. A thread block
+//   waits only for thread blocks that are running, since only these claim packed blocks.
+// Expanded weight: [ceil(rows / 128)][steps][kUnitBytes]: a swizzled tile [128, 128] of codes, in
+//   the layout of shared memory, so that a plain bulk copy loads it; then the float scales of its
 //   rows.
 // Shared memory, bytes, dynamic: STAGES * ((256 + TOKENS) * 128 + 1024): stages (codes | x | scales
 //   of the rows); then a store buffer [PIECE, 64] of out for each consumer. Static: two barriers
@@ -41,7 +41,7 @@ namespace {
 using Unit = cukit::SharedTile<unsigned char, 2 * cukit::kBlockRows, cukit::kBlockColumns>;
 constexpr int kUnitScaleBytes = Unit::kRows * static_cast<int>(sizeof(float));
 constexpr int kUnitBytes = Unit::kBytes + kUnitScaleBytes;
-constexpr int kUnits = 2;               // of a tile, one below the other
+constexpr int kUnits = 2;               // units of a tile, one below the other
 constexpr int kTileBlocks = 2 * kUnits;  // packed blocks of a tile and step
 
 using Shape = cukit::GemmShape<cukit::Float8E4M3, kUnits * Unit::kRows, TOKENS, 1, CONSUMERS>;
@@ -54,7 +54,7 @@ static_assert(FLOAT8 && BITS == 4 && GROUP == cukit::kBlockColumns, "a group is 
 // One scale for 128 elements of a row of the weight.
 struct RowScales {
   static constexpr int kStageBytes = kUnits * kUnitScaleBytes;
-  int group;  // number of this consumer
+  int group;  // this consumer
 
   struct Factors {
     float of[2];  // for the lane's two rows
@@ -69,7 +69,7 @@ struct RowScales {
       const float* const scales = reinterpret_cast<const float*>(stage + Shape::kStageBytes) + row_ +
                                   row_tile * cukit::kWarpgroupRows;
       const Factors factors{{scales[0], scales[8]}};
-      __syncwarp();  // one lane releases the stage for all
+      __syncwarp();  // all lanes have read the stage before one lane releases it
       return factors;
     }
 
@@ -175,7 +175,7 @@ struct Expansion {
           cukit::fence_proxy_async_global();
         }
         pipeline.acquire(state);
-        __syncwarp();  // otherwise a late lane could wait for this phase after the next has ended
+        __syncwarp();  // otherwise a lane could wait for this phase after the next has ended
         if (lane == 0) {
           cukit::Mbarrier* const full = pipeline.expect(state, Operands::kStageBytes);
           operands.load(stages + state.index * Operands::kStageBytes, full, tile, step);

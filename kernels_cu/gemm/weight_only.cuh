@@ -3,9 +3,9 @@
 //
 // Macros: DTYPE float16|bfloat16 (bias, out, and x unless FLOAT8); FLOAT8 0|1: x is float8 (e4m3);
 //   BITS 4|8 (8 only without FLOAT8); GROUP 32|64|128, or 0 for one scale per row; ZERO_POINTS 0|1
-//   (int4 with groups); SCALE float16|bfloat16|float32; FOLD 0|1: codes are multiplied by their
-//   scales before the product and rounded to T, instead of scaling a group's accumulators in float;
-//   TOKENS of a tile; CONSUMERS: warpgroups with 64 rows of the weight each.
+//   (int4 with groups); SCALE float16|bfloat16|float32; FOLD 0|1: with 1, codes are multiplied by
+//   their scales and rounded to DTYPE before the product; with 0, a group's accumulators are scaled
+//   in float; TOKENS of a tile; CONSUMERS: warpgroups with 64 rows of the weight each.
 #pragma once
 
 #include "common/hopper/tile_scheduler.cuh"
@@ -147,8 +147,8 @@ struct Epilogue {
 };
 
 // The final sum of tiles that are split along k over several blocks: each block writes its part to
-// `pieces` and increments the tile's counter; the last block adds all parts in the order of k. No
-// block waits for another.
+// `pieces` and increments the tile's counter; the last block to arrive adds all parts in the order
+// of k. No block waits for another.
 struct StreamKFixup {
   Schedule schedule;
   float4* pieces;  // [2 * blocks][CONSUMERS][TOKENS / 8][128 threads]

@@ -3,8 +3,8 @@
 //
 //   out[m, n] = sum_k x[m, k] scale[n, k / GROUP] (code[n, k] - zero_point[n, k / GROUP]) + bias[n]
 //
-// Up to eight tokens fit into one column tile of mma.sync, and the kernel is bound by the reads of
-// the weight. Codes are loaded straight from global memory to registers, without shared memory or
+// Up to eight tokens fit into one column tile of mma.sync, and the time to read the weight limits
+// the kernel. Codes are loaded straight from global memory to registers, without shared memory or
 // barriers.
 //
 // Mapping: a block computes STRIPS * 16 rows over all of k, which its warps divide: warp w computes
@@ -41,7 +41,7 @@ struct Step {
 struct Source {
   const unsigned char* block;  // the packed block that contains this thread block's rows
   const T* x;                  // the lane's token, at the lane's first column; null if none
-  int strip;                   // this thread block's first of the packed block's four strips
+  int strip;                   // this thread block's first strip, of the packed block's four
   int columns;
   unsigned long long policy;
 

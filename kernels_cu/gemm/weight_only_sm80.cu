@@ -15,7 +15,7 @@
 //   stages (x, swizzled rows of 256 bytes | blocks of the weight). Static: a word per consumer.
 // Macros: those of gemm/weight_only.cuh, with FLOAT8 0, FOLD 0, TOKENS a multiple of 16 and
 //   CONSUMERS 2; STAGES 2..; THREADS 128 * CONSUMERS.
-// Architecture: sm_80. Accumulates in float in a fixed order: deterministic.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/weight_only.py.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"

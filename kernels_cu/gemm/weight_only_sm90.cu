@@ -15,13 +15,14 @@
 //   through distributed shared memory (common/hopper/split_k.cuh); one tile per cluster, and
 //   `whole_tiles` counts blocks.
 // Scales: the tensor cores sum a group's products from zero; the sums are multiplied by the scale
-//   and added to the accumulators in float. FOLD needs no second set of accumulators, so a tile may
-//   have 256 tokens; without FOLD, a tile of more than 128 tokens is multiplied in two halves.
+//   and added to the accumulators in float. FOLD 1 and GROUP 0 need no second set of accumulators,
+//   so a tile may have 256 tokens; otherwise a tile of more than 128 tokens is multiplied in two
+//   halves.
 // Shared memory, bytes: STAGES * (TOKENS * 128 * sizeof(x) + CONSUMERS * block bytes), dynamic:
-//   stages of x, swizzled rows of 128 bytes | with MAPPED_OUT a store buffer [kPieceTokens, 64] in
-//   such rows for each consumer | stages of the weight's blocks | with SPLITS the received
-//   accumulators. Static: two barriers per stage, one for the exchange, a word per consumer, the
-//   float8 tables.
+//   stages of x, swizzled rows of 128 bytes | with MAPPED_OUT a store buffer [kPieceTokens, 64] for
+//   each consumer, also in swizzled rows of 128 bytes | stages of the weight's blocks | with
+//   SPLITS > 1 the received accumulators. Static: two barriers per stage, one for the exchange, a
+//   word per consumer, the float8 tables.
 // Macros: those of gemm/weight_only.cuh, TOKENS a multiple of 16 up to 256 (without FOLD, of 32
 //   above 128), CONSUMERS 2|4; SPLITS 1|2|4, CLUSTER the same; MAPPED_OUT 0|1 (0 if SPLITS > 1):
 //   out is stored by TMA, which requires rows of a multiple of 16 bytes; STAGES 2..; THREADS 128 *
@@ -257,7 +258,7 @@ template <>
 struct ProductOf<true> { using type = HalvesProduct<TOKENS>; };
 using Product = ProductOf<(kScaleByGroup && TOKENS > 128)>::type;
 
-// Stores a tile that this block computed alone, or one that is split along k over several blocks.
+// Stores a tile that this block computed alone or that is split along k over several blocks.
 struct Results {
   Epilogue epilogue;
   StreamKFixup shared;
@@ -285,8 +286,8 @@ struct Results {
   }
 };
 
-// Stores a tile whose k steps are split over the blocks of a cluster: each stores a slice of its
-// tokens.
+// Stores a tile whose k steps are split over the blocks of a cluster: each block stores a slice of
+// the tile's tokens.
 struct SplitResults {
   struct Shape {
     static constexpr int kTileN = TOKENS;
@@ -345,7 +346,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) wei
   Block::run(
       [&] {
         const int pairs = (p.rows + 2 * cukit::kBlockRows - 1) / (2 * cukit::kBlockRows);
-        // A weight that is read only once must not evict reused data from L2.
+        // A weight that is read only once should not evict reused data from L2.
         const Operands operands{stages, &x, weight,
                                 p.tokens <= TOKENS ? cukit::create_policy_evict_first()
                                                    : cukit::create_policy_evict_normal(),

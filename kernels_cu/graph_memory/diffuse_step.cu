@@ -2,7 +2,7 @@
 //
 //   out[i] = keep * sum_e values[e] z[columns[e]] + inject * memory[i]      e: the edges of row i
 //
-// Bound by the gathers of rows of z. Columns are independent, so the launcher runs all steps on a
+// Memory-bound by gathering rows of z. Columns are independent, so the launcher runs all steps on a
 // slice of columns before the next slice: the gathered rows of a slice stay in L2.
 //
 // Mapping: LANES threads per row, VEC columns each; THREADS / LANES rows per block; grid (rows,

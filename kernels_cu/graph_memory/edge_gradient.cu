@@ -1,10 +1,13 @@
 // Gradient of a diffusion step with respect to the values of the edges, accumulated over steps.
 //
-//   grad_values[e] = (FIRST ? 0 : grad_values[e]) + keep * <grad[i], z[columns[e]]>      e: the edges of row i
+//   grad_values[e] = (FIRST ? 0 : grad_values[e]) + keep * <grad[i], z[columns[e]]>
 //
-// Mapping: one warp per row; the lanes' partial sums of an edge are reduced in a fixed order. Shared memory: none.
-// Macros: DTYPE float32|float16|bfloat16; VEC; FIRST 0|1; THREADS. Minimum architecture: sm_80. Accumulates in
-//   float; deterministic.
+// for the edges e of each row i.
+//
+// Mapping: one warp per row; the lanes' partial sums of an edge are reduced in a fixed order.
+//   Shared memory: none.
+// Macros: DTYPE float32|float16|bfloat16; VEC; FIRST 0|1; THREADS. Minimum architecture: sm_80.
+//   Accumulates in float; deterministic.
 // Reference: cukit/reference/graph_memory.py, graph_diffusion_backward.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"

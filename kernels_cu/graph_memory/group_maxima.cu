@@ -1,20 +1,22 @@
-// The highest score of each query in every group of 32 consecutive rows of a memory. Scores are not stored.
+// The highest score of each query in every group of 32 consecutive rows of a memory. Scores are not
+// stored.
 //
 //   maxima[q, g] = max over rows r of group g of <queries[q], memory[r]>
 //
-// The k best rows are in the k groups with the highest maxima (ties: the lower group), because for a row outside
-// these groups the best rows of all k groups are better. So this is the only pass over all scores, and its control
-// flow does not depend on them.
+// The k best rows are in the k groups with the highest maxima (ties: the lower group), because for
+// a row outside these groups the best rows of all k groups are better. So this is the only pass
+// over all scores, and its control flow does not depend on them.
 //
-// Mapping: grid (blocks, query tiles). A block keeps QUERY_WARPS * QUERY_TILES * 16 queries in registers, as
-//   tensor-core operands, and iterates over tiles of ROWS rows, prefetched by cp.async STAGES - 1 tiles ahead. The
-//   ROW_WARPS warps with the same queries split the groups of a tile. Rows of the memory are columns of the
-//   product, so a group's maximum is reduced within a thread first, and then over four lanes.
+// Mapping: grid (blocks, query tiles). A block keeps QUERY_WARPS * QUERY_TILES * 16 queries in
+//   registers, as tensor-core operands, and iterates over tiles of ROWS rows, prefetched by
+//   cp.async STAGES - 1 tiles ahead. The ROW_WARPS warps with the same queries split the groups of
+//   a tile. Rows of the memory are columns of the product, so a group's maximum is reduced within a
+//   thread first, and then over four lanes.
 // Shared memory: STAGES * ROWS * WIDTH * 2 bytes, dynamic.
-// Macros: DTYPE float16|bfloat16; WIDTH dim rounded up to 64; QUERY_TILES 1|2|4; QUERY_WARPS 1|2|4; ROW_WARPS;
-//   ROWS, a multiple of 32 * ROW_WARPS; STAGES 2..4; THREADS 32 * QUERY_WARPS * ROW_WARPS.
-//   QUERY_TILES * WIDTH <= 512, so that the queries fit in registers. Minimum architecture: sm_80. Accumulates in
-//   float over ascending k; deterministic.
+// Macros: DTYPE float16|bfloat16; WIDTH: dim rounded up to a multiple of 64; QUERY_TILES 1|2|4;
+//   QUERY_WARPS 1|2|4; ROW_WARPS; ROWS, a multiple of 32 * ROW_WARPS; STAGES 2..4; THREADS 32 *
+//   QUERY_WARPS * ROW_WARPS. QUERY_TILES * WIDTH <= 512, so that the queries fit in registers.
+// Minimum architecture: sm_80. Accumulates in float over ascending k; deterministic.
 // Reference: cukit/reference/graph_memory.py, retrieve_top_k.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -38,8 +40,9 @@ static_assert(QUERY_TILES * WIDTH <= 512, "queries fit in registers");
 static_assert(THREADS == kWarpSize * QUERY_WARPS * ROW_WARPS, "one warp per part of a tile");
 static_assert(kRows % (kGroup * ROW_WARPS) == 0, "full groups");
 
-// Maxima of QUERY_TILES values over four lanes. Each lane returns the maximum of query tile `owned`; -1: its result is
-// not used. With four values, lanes exchange halves twice: three shuffles instead of eight.
+// Maxima of QUERY_TILES values over four lanes. Each lane returns the maximum of query tile
+// `owned`; -1: its result is not used. With four values, lanes exchange halves twice: three
+// shuffles instead of eight.
 CUKIT_DEVICE float quad_maximum(const float (&values)[QUERY_TILES], int& owned) {
   const int lane = threadIdx.x % kWarpSize;
   const bool odd = lane % 2 != 0, high = lane % 4 >= 2;

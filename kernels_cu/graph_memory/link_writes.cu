@@ -1,8 +1,8 @@
-// Builds a linked list of the writes to each row of a memory: heads[i] is the first write to row i, next[w] the write
-// after w; -1 marks the end.
+// Builds a linked list of the writes to each row of a memory: heads[i] is the first write to row i,
+// next[w] the write after w; -1 marks the end. Writes to rows out of range are in no list.
 //
-// The order within a list is the order of the atomics and differs between runs; results computed from a list
-// must not depend on it (reproducible_sums.cuh).
+// The order within a list depends on the order of the atomics and differs between runs; results
+// computed from a list must not depend on it (reproducible_sums.cuh).
 // Mapping: one thread per write. Shared memory: none. Macros: THREADS. Minimum architecture: sm_80.
 // Reference: cukit/reference/graph_memory.py, memory_write.
 #include "common/platform.cuh"

@@ -1,6 +1,7 @@
 // Parameter structs of the graph memory kernels.
 //
-// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts agree.
+// cukit/core/parameters.py parses these definitions; each compilation asserts that the layouts
+// agree.
 #pragma once
 
 namespace cukit {
@@ -19,7 +20,7 @@ struct SelectParameters {
   int k;
 };
 
-// diffuse_step
+// diffuse_step; edge_gradient without `first` and `inject`
 struct DiffuseParameters {
   int num_rows, dim;
   int first;  // first column

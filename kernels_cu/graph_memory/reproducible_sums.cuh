@@ -1,15 +1,16 @@
 // Sums that are bitwise independent of the order of their terms.
 //
-// All terms are rounded to fixed-point integers, whose scale follows from the largest term and the number
-// of terms; integer sums do not depend on the order. A term has 62 bits minus those of the number of
-// terms, so the sum is more precise than one in float.
+// All terms are rounded to fixed-point integers, whose scale follows from the largest magnitude and
+// the number of terms; integer sums do not depend on the order. The largest term has 62 bits minus
+// the bits of the number of terms, so the sum is more precise than a sum in float.
 #pragma once
 
 #include "common/platform.cuh"
 
 namespace cukit {
 
-// N sums at once: pass every term to `observe`, then call `scale`, then pass every term to `add`, in any order.
+// N sums at once: pass every term to `observe`, then call `scale`, then pass every term to `add`,
+// in any order.
 template <int N>
 struct ReproducibleSums {
   float largest[N];

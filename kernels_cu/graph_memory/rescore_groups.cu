@@ -1,10 +1,12 @@
-// Scores of a query with the 32 rows of each of its selected groups. The products are those of group_maxima.cu, so
-// scores are bitwise equal.
+// Scores of a query with the 32 rows of each of its selected groups. The products are those of
+// group_maxima.cu, so the scores are bitwise equal.
 //
-// Mapping: grid (num_queries, ceil(k / warps)); one warp per group, which it copies to its own tile of shared
-//   memory. The query is the first row of the left operand; the other rows are zero.
+// Mapping: grid (num_queries, ceil(k / warps)); one warp per group. The warp copies the group's
+//   rows to its own tile of shared memory. The query is the first row of the left operand; the
+//   other rows are zero.
 // Shared memory: (THREADS / 32) * 32 * WIDTH * 2 bytes, dynamic.
-// Macros: DTYPE float16|bfloat16; WIDTH dim rounded up to 64; THREADS. Minimum architecture: sm_80. Deterministic.
+// Macros: DTYPE float16|bfloat16; WIDTH: dim rounded up to a multiple of 64; THREADS. Minimum
+//   architecture: sm_80. Deterministic.
 // Reference: cukit/reference/graph_memory.py, retrieve_top_k.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"

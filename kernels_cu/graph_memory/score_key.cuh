@@ -1,5 +1,5 @@
-// Sort keys of scores and their indices: a larger key has a higher score or, for equal scores, a lower
-// index. Keys of scores are positive; 0 marks an empty entry.
+// Sort keys of scores and their indices: a larger key has a higher score or, for equal scores, a
+// lower index. Keys of scores are positive; 0 marks an empty entry.
 #pragma once
 
 #include "common/platform.cuh"

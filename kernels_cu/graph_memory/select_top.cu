@@ -1,14 +1,16 @@
 // Selects the k best entries of each row, best first; ties are ordered by index, lowest first.
 //
-// Each thread finds the best of every THREADS-th entry. The k-th best of these maxima is a lower bound on the k-th
-// best entry, and only the k threads whose maximum reaches the bound have entries that do (keys are distinct). These
-// entries, at most k * ceil(entries / THREADS), about k for random scores, are collected and sorted.
+// Thread t finds the best of a part's entries t, t + THREADS, ... The k-th best of these maxima is
+// a lower bound on the k-th best entry, and only the k threads whose maximum reaches the bound have
+// entries that reach it (keys are distinct). These entries, at most k * ceil(entries / THREADS),
+// about k for random scores, are collected and sorted.
 //
-// Mapping: grid (rows, parts): one block per part of a row. Deterministic, because the order of keys is total.
+// Mapping: grid (rows, parts): one block per part of a row. Deterministic, because the order of
+//   keys is total.
 // Shared memory: CAPACITY * 8 bytes, dynamic; CAPACITY a power of two, at least THREADS and
 //   k * ceil(ceil(count / parts) / THREADS).
-// Macros: FROM_SCORES 0|1; LAST 0|1: writes scores and indices instead of keys; CAPACITY; THREADS, a power of two, at
-//   least k. Minimum architecture: sm_80.
+// Macros: FROM_SCORES 0|1: reads scores instead of keys; LAST 0|1: writes scores and indices
+//   instead of keys; CAPACITY; THREADS, a power of two, at least k. Minimum architecture: sm_80.
 // Reference: cukit/reference/graph_memory.py, retrieve_top_k.
 #include "common/platform.cuh"
 #include "graph_memory/parameters.cuh"
@@ -18,8 +20,9 @@ namespace {
 
 using cukit::Key;
 
-// Bitonic sort, descending, of one key per thread: thread i of the first `size`, a power of two, gets the i-th
-// largest. Threads of one warp exchange keys by shuffles, others through `list` [THREADS]. All threads must call it.
+// Bitonic sort, descending, of one key per thread: thread i of the first `size`, a power of two,
+// gets the i-th largest. Threads of one warp exchange keys by shuffles, others through `list`
+// [THREADS]. All threads must call it.
 CUKIT_DEVICE Key sorted(Key own, Key* list, int size) {
   const int thread = threadIdx.x;
   for (int run = 2; run <= size; run *= 2) {
@@ -40,7 +43,8 @@ CUKIT_DEVICE Key sorted(Key own, Key* list, int size) {
   return own;
 }
 
-// Bitonic sort of a list, descending; `size` is a power of two. All threads must call it; contains barriers.
+// Bitonic sort of a list, descending; `size` is a power of two. All threads must call it; contains
+// barriers.
 CUKIT_DEVICE void sort(Key* list, int size) {
   if (size <= THREADS) {
     const int thread = threadIdx.x;

@@ -1,11 +1,11 @@
 // Embedding look-up: out[n] = weight[ids[n]]. An id out of range yields a row of NaN.
 //
-// Mapping: the vectors of [tokens, hidden] are numbered row by row; a block copies THREADS *
-//   VECS_PER_THREAD consecutive vectors, of which thread t has t, t + THREADS, ... A thread issues
-//   all its loads before the first store. No shared memory.
+// Mapping: the vectors of [tokens, hidden] are numbered row by row. A block copies THREADS *
+//   VECS_PER_THREAD consecutive vectors; thread t copies vectors t, t + THREADS, ... of the block.
+//   A thread issues all its loads before the first store. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; ID int32|int64; THREADS; VEC elements per access (VEC *
-//   sizeof(DTYPE) <= 16), a divisor of hidden; VECS_PER_THREAD; INDEX uint32|uint64, which must hold
-//   the number of vectors.
+//   sizeof(DTYPE) <= 16), a divisor of hidden; VECS_PER_THREAD; INDEX uint32|uint64, which must
+//   hold the number of vectors plus one block's.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/embedding.py.
 #include "common/platform.cuh"
 #include "common/index.cuh"

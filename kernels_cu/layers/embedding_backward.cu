@@ -4,8 +4,8 @@
 //
 // Tokens are sorted by id (count_digits.cu, scatter_by_digit.cu). A run that crosses chunks leaves
 // one partial sum per chunk in `parts`; embedding_backward_join.cu adds these up.
-// Mapping: block (c, s) sums the SPAN tokens of chunk c over slice s of THREADS * VEC columns; a
-//   thread owns VEC consecutive columns and loads kAhead rows at a time.
+// Mapping: block (c, s) sums the SPAN tokens of chunk c in slice s of THREADS * VEC columns; a
+//   thread sums VEC consecutive columns and loads kAhead rows at a time.
 // Shared memory: 8 * SPAN + 8 bytes, static. Macros: layers/runs.cuh. Requires hidden % VEC == 0.
 // Minimum architecture: sm_80. Accumulates in float in token order: deterministic. Reference:
 //   cukit/reference/embedding.py.
@@ -19,7 +19,7 @@ using T = cukit::element_t;
 using Out = cukit::OUT;
 
 constexpr int kAhead = 8;  // rows in flight
-constexpr int kResidentThreads = 768;  // per SM: allows 80 registers per thread for these rows
+constexpr int kResidentThreads = 768;  // per SM: allows 80 registers per thread, for these rows
 static_assert(SPAN % kAhead == 0, "a chunk is a multiple of kAhead rows");
 
 }  // namespace

@@ -1,9 +1,10 @@
 // Gradient of embedding, second step: sums the parts of runs that cross chunks.
 //
-// Mapping: block (c, s) sums the run that starts in chunk c and continues in chunk c + 1, if there is
-//   one, over slice s of THREADS * VEC columns; other blocks return immediately. No shared memory.
-// Macros: OUT, THREADS, VEC 1|2|4 and SPAN as in layers/runs.cuh. Requires hidden % VEC == 0. Minimum
-//   architecture: sm_80. Accumulates in float in token order: deterministic. Reference:
+// Mapping: block (c, s) sums the run that starts in chunk c and continues in chunk c + 1, in slice
+//   s of THREADS * VEC columns; if there is no such run, the block returns immediately. No shared
+//   memory.
+// Macros: OUT, THREADS, VEC 1|2|4 and SPAN as in layers/runs.cuh. Requires hidden % VEC == 0.
+//   Minimum architecture: sm_80. Accumulates in float in token order: deterministic. Reference:
 //   cukit/reference/embedding.py.
 #include "common/platform.cuh"
 #include "layers/runs.cuh"

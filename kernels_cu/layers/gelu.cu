@@ -3,9 +3,9 @@
 //   out = gelu(x)        BACKWARD: grad_x = grad_out * gelu'(x)
 //
 // Paper: Hendrycks and Gimpel, "Gaussian Error Linear Units", arXiv:1606.08415.
-// Mapping: a block processes THREADS * VECS_PER_THREAD consecutive vectors, thread t vectors t,
-//   t + THREADS, ..., and issues all loads before the first use; threads of block 0 also process
-//   the elements after the last full vector. No shared memory.
+// Mapping: a block processes THREADS * VECS_PER_THREAD consecutive vectors; thread t processes
+//   vectors t, t + THREADS, ... of the block, and issues all its loads before the first use.
+//   Threads of block 0 also process the elements after the last full vector. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements per access (VEC * sizeof(DTYPE) <=
 //   16); VECS_PER_THREAD; ACTIVATION GeluErf|GeluTanh; INDEX uint32|uint64, which must hold the
 //   number of vectors plus one block's; BACKWARD 0|1.

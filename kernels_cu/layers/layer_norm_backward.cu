@@ -4,19 +4,19 @@
 //   grad_x = rstd * (g - mean(g) - n * mean(g * n)) (+ grad_residual)
 //   grad_weight = sum over rows of grad_out * n,  grad_bias = sum over rows of grad_out
 //
-// Mapping: a persistent grid; block b makes the passes b, b + gridDim.x, ... over the rows, which are
-//   distributed over threads as in rows.cuh. A thread holds the same columns in every row and
+// Mapping: a persistent grid; block b makes the passes b, b + gridDim.x, ... over the rows, which
+//   are distributed over threads as in rows.cuh. A thread holds the same columns in every row and
 //   accumulates their weight and bias gradients in registers. At its end a block writes its sums to
-//   `partial`, which column_sum.cu reduces. Mean and rstd are recomputed, because x is loaded anyway.
-//   If a row spans several warps, each warp computes moments about its own mean, and the moments are
-//   combined to those about the row's mean (Chan, Golub and LeVeque): one barrier per pass, no
-//   cancellation.
-// Shared memory: static, 8 * ROWS * THREADS / 32 floats for long rows; for short rows a few floats and
-//   kColumnScratch of rows.cuh. Dynamic: that of row_feed.cuh with AHEAD.
+//   `partial`, which common/column_sum.cu reduces. Mean and rstd are recomputed, because x is
+//   loaded anyway. If a row spans several warps, each warp computes moments about its own mean, and
+//   the moments are combined to those about the row's mean (Chan, Golub and LeVeque): one barrier
+//   per pass, no cancellation.
+// Shared memory: static, 8 * ROWS * THREADS / 32 floats for long rows; for short rows a few floats
+//   and kColumnScratch of rows.cuh. Dynamic: that of row_feed.cuh with AHEAD.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
-//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1, FULL 0|1 of row_feed.cuh; RESIDUAL 0|1 (adds
-//   grad_residual to grad_x); BIAS 0|1; BLOCKS_PER_SM resident blocks, which limits the registers per
-//   thread.
+//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1, FULL 0|1 of row_feed.cuh; RESIDUAL 0|1
+//   (adds grad_residual to grad_x); BIAS 0|1; BLOCKS_PER_SM resident blocks, which limits the
+//   registers per thread.
 // Requires cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"
@@ -40,8 +40,8 @@ struct Moments {
   float along_mean;  // sum of g (x - mean)
 };
 
-// Combines the moments of the warps. `held` is the number of columns that warp `lane` of the block
-// holds.
+// Combines the moments of the warps. `held` is the number of columns that the warp with the index
+// of this lane holds.
 CUKIT_DEVICE void join_warps(Moments (&rows)[ROWS], float held, float inverse_cols,
                              Moments* scratch) {
   const int lane = threadIdx.x % cukit::kWarpSize;

@@ -1,20 +1,22 @@
-// FP8 products with promoted accumulation (sm_90a): every 128 elements of k, the tensor cores'
-// partial sum, times the scales of its elements, is added to float accumulators.
+// FP8 products with promoted accumulation (sm_90a): after every 128 elements of k, the tensor
+// cores' partial sum is multiplied by its scales and added to float accumulators.
 //
-// The tensor cores accumulate FP8 products with about 14 bits: each term is truncated below the
-// largest number of the sum. Sums of 128 products lose little precision; sums over all of k would
-// lose more with every step.
+// The tensor cores accumulate FP8 products with about 14 bits: each term is aligned to the largest
+// term of the sum and truncated. Sums of 128 products lose little precision; sums over all of k
+// would lose more with every step.
 //
-//   PartialScales   factors of a partial sum:   kStageBytes after the operands,
-//                   Cursor, at the start of a tile: factors(stage, row_tile), and
-//                   promote<Boundary>(sums, partial, factors); with_boundary(body) calls
-//                   body(Constant<Boundary>)
+//   Scales          the scales of partial sums:
+//                   kStageBytes: size of a step's scales, stored in a stage after the operands;
+//                   Cursor(scales, tile): the scales of one tile, with factors(stage, row_tile),
+//                   promote<Boundary>(sums, partial, factors), and with_boundary(body), which
+//                   calls body(Constant<Boundary>)
 //     UnitScales    none: tensor- and row-wise scales are applied in the epilogue
 //     BlockScales   one scale for 128 elements of a row of a, one for a block of 128 x 128 of b
 //
 // Partials 1: a warpgroup waits for its partial sum and promotes it while the other warpgroup's
-// wgmmas run. Partials 2: the wgmmas of its own next step run meanwhile, so that one warpgroup
-// keeps the tensor cores busy; for one row tile and up to 128 columns, limited by registers.
+// wgmmas run. Partials 2: a warpgroup promotes a partial sum while the wgmmas of its own next step
+// run, so that one warpgroup keeps the tensor cores busy. Partials 2 is register-limited: one row
+// tile of up to 128 columns.
 #pragma once
 
 #include "common/hopper/gemm.cuh"
@@ -29,7 +31,7 @@
 
 namespace cukit {
 
-constexpr int kPromotedDepth = 128;  // of k, between promotions: a step
+constexpr int kPromotedDepth = 128;  // elements of k per partial sum: one step
 constexpr int kScaleBlock = 128;     // columns of b that share a scale
 
 // ---- Scales ----
@@ -63,18 +65,21 @@ struct UnitScales {
   };
 };
 
-// Scales in a stage, after the operands: a step's scales of a, one per row, and those of the blocks
-// of columns that overlap the tile.
+// Scales in a stage, after the operands: a step's scales of a, one per row, and of b, one per block
+// of columns that overlaps the tile.
 template <typename Shape>
 struct BlockScales {
-  // Tiles start, and blocks of columns end within them, at multiples of this number of columns.
+  // The largest power of two that divides kTileN: tiles start, and blocks of columns end within a
+  // tile, at multiples of kUnit columns.
   static constexpr int kUnit = Shape::kTileN & -Shape::kTileN;
-  // Tiles that neither divide a block of columns nor are multiples of one cross block boundaries.
+  // A tile is within one block of columns if its width divides that of the block; other tiles may
+  // cross block boundaries.
   static constexpr bool kOneBlock = kScaleBlock % Shape::kTileN == 0;
   static constexpr int kBlocks =
       kOneBlock ? 1 : 1 + (Shape::kTileN - kUnit + kScaleBlock - 1) / kScaleBlock;
   // For wide tiles the block of each column is a compile-time constant: the other warpgroup's
-  // wgmmas do not hide a selection for every 16 columns. Narrow tiles are memory-bound.
+  // wgmmas would not hide the cost of a selection at run time for every 16 columns. Narrow tiles
+  // are memory-bound, which hides it.
   static constexpr bool kStaticBoundary = Shape::kTileN > kScaleBlock;
 
   static constexpr int kRowBytes = Shape::kTileM * static_cast<int>(sizeof(float));
@@ -93,7 +98,7 @@ struct BlockScales {
 
   class Cursor {
    public:
-    // early: rows before the tile's first whose scales of a are loaded with it.
+    // `early`: the scales of a in a stage begin this number of rows before the tile's first row.
     CUKIT_DEVICE Cursor(const BlockScales& scales, const MatrixTile& tile, int early = 0)
         : row_(scales.group * Shape::kGroupRows + accumulator_row() + early),
           boundary_(kScaleBlock - Shape::column(tile) % kScaleBlock) {}
@@ -110,7 +115,7 @@ struct BlockScales {
         factors.of[block][0] = rows[0] * column;
         factors.of[block][1] = rows[1] * column;
       }
-      __syncwarp();  // one lane releases the stage for all
+      __syncwarp();  // all lanes have read the stage before one lane releases it
       return factors;
     }
 
@@ -163,7 +168,7 @@ struct BlockScales {
 // Scales of blocks of columns: b [blocks, steps], one row per 128 columns.
 template <typename Shape>
 struct ColumnScales {
-  static constexpr int kArrivals = 2;  // per stage: TMA loads, and the copies of scales
+  static constexpr int kArrivals = 2;  // per stage: TMA loads, and cp.async copies of the scales
   const float* b;
   int steps, blocks;
 
@@ -183,8 +188,8 @@ struct ColumnScales {
 
 // ---- Operands ----
 
-// DenseOperands, followed in each stage by a step's scales: of a [k / 128, rows] from a map with
-// boxes of [1, TileM], and of b.
+// DenseOperands, followed in each stage by a step's scales: those of a from a tensor map
+// [k / 128, rows] with boxes of [1, TileM], and those of b.
 template <typename Shape>
 struct BlockScaledOperands {
   static constexpr int kStageBytes = Shape::kStageBytes + BlockScales<Shape>::kStageBytes;

@@ -20,8 +20,9 @@ namespace cukit {
 
 enum class ResultPath { Pairs, Rows, Staged };
 
-// Scales and stores 64 rows of sums at (row, column), 2 N columns wide, from registers; a few
-// columns at a time, since the factors of all would take too many registers.
+// Scales 64 rows x 2 N columns of sums, which start at (row, column), and stores them from
+// registers; a few columns at a time, since the factors of all columns would take too many
+// registers.
 template <ResultPath Path, typename Out, typename Sum, int N>
 CUKIT_DEVICE void write_result(const ScaledResult<Out>& result, const Sum (&sums)[N], int row,
                                int column) {
@@ -85,8 +86,8 @@ struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* map;    // of the result: boxes of [64, kPiece], swizzled
 
-  // Scales of a tile, loaded while its products run: of the lane's rows, and of columns 32 j +
-  // lane.
+  // Scales of a tile, loaded while its wgmmas run: those of the lane's rows, and in
+  // column_scales[j] that of column 32 j + lane of the tile.
   float row_scales[Shape::kRowTiles][2];
   float column_scales[(Shape::kTileN + kWarpSize - 1) / kWarpSize];
 
@@ -143,7 +144,7 @@ struct ScaledSplitEpilogue {
   using Sum = typename AccumulatorOf<typename Shape::Element>::Type;
   using Sums = SplitSums<Shape, Sum, Splits>;
   static constexpr int kBytes = Sums::kBytes;
-  static_assert(Sums::kColumns % Sums::kSliceColumns == 0, "every slice has as many columns");
+  static_assert(Sums::kColumns % Sums::kSliceColumns == 0, "all slices are equally wide");
   ScaledResult<Out> result;
   int group;  // this consumer
   Sums sums;  // kBytes of shared memory

@@ -26,7 +26,7 @@
 
 namespace cukit {
 
-// Width of the swizzle pattern in bytes; without a swizzle, of a chunk.
+// Width of the swizzle pattern in bytes; without a swizzle, the width of a chunk.
 constexpr int swizzle_bytes(OperandSwizzle swizzle) {
   return swizzle == OperandSwizzle::Bytes128  ? 128
          : swizzle == OperandSwizzle::Bytes64 ? 64
@@ -67,8 +67,9 @@ struct SharedTile {
     }
   }
 
-  // The same from a map [matrices, rows, columns]. A part that would start outside is loaded from
-  // the tile's first columns instead: boxes of a map of sequences must not be entirely outside.
+  // The same from a map [matrices, rows, columns]. A part that would start beyond the last column
+  // is loaded from the tile's first columns instead: a box of a sequence map (encode_sequence_map)
+  // must not be entirely outside the tensor.
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full,
                                 int column, const MatrixRow& at, int columns) {
 #pragma unroll
@@ -151,9 +152,9 @@ struct SharedTile {
 
   // Descriptor offsets, in units of 16 bytes.
   static constexpr int kStage = kBytes / 16;                       // to the next tile
-  static constexpr int kPart = kPartBytes / 16;                    // the next part
-  static constexpr int rows(int count) { return count * (kRowBytes / 16); }  // a multiple of eight
-  // K-major: the step-th 32 bytes of k. MN-major: the step-th 32 bytes of k are 32 / sizeof(T)
+  static constexpr int kPart = kPartBytes / 16;                    // to the next part
+  static constexpr int rows(int count) { return count * (kRowBytes / 16); }  // multiples of eight
+  // To the step-th 32 bytes of k. K-major: along a row; MN-major: 32 bytes of k are 32 / sizeof(T)
   // rows.
   static constexpr int k_step(int step) {
     return (step * 32 / kRowBytes * kPartBytes + step * 32 % kRowBytes) / 16;

@@ -31,15 +31,15 @@ struct SplitSums {
   static constexpr int kSliceColumns = slice_columns(kColumns, Splits);
   static constexpr int kSlices = (kColumns + kSliceColumns - 1) / kSliceColumns;
   static constexpr int kPart = kColumns / 2;            // a thread's accumulators per part
-  static constexpr int kPartSlice = kSliceColumns / 2;  // and per slice of a part
+  static constexpr int kPartSlice = kSliceColumns / 2;  // the same per slice of a part
   static constexpr int kSlice = Parts * kPartSlice;
-  static constexpr int kWords = Shape::kRowTiles * kSlice / 4;  // of 16 bytes
+  static constexpr int kWords = Shape::kRowTiles * kSlice / 4;  // of 16 bytes, per thread
   static constexpr int kThreads = Shape::kConsumers * kWarpgroupThreads;
   static constexpr int kBytes = (Splits - 1) * kWords * kThreads * 16;
   using Slice = Sum[Shape::kRowTiles][kSlice];
 
   float4* received;           // kBytes of shared memory: [Splits - 1][kWords][kThreads]
-  StageBarriers<1>* arrived;  // one arrival
+  StageBarriers<1>* arrived;  // initialised with one arrival
 
   // First column of this block's slice, and end of the tile's columns, in the result.
   CUKIT_DEVICE static int first_column(const MatrixTile& tile) {
@@ -47,7 +47,8 @@ struct SplitSums {
   }
   CUKIT_DEVICE static int end_column(const MatrixTile& tile) { return (tile.n + 1) * kColumns; }
 
-  // Reduces the accumulators of all blocks into `own`, this block's slice; false if it has none.
+  // Reduces the accumulators of all blocks into `own`, this block's slice; returns false if this
+  // block has no slice.
   // Calls `meanwhile` while the other blocks' accumulators are in flight.
   template <typename Accumulators, typename Meanwhile>
   CUKIT_DEVICE bool exchange(Slice& own, const Accumulators& sums, const Meanwhile& meanwhile) const {
@@ -119,7 +120,7 @@ struct SplitEpilogue {
   static constexpr int kBytes = Sums::kBytes;
 
   float4* received;           // kBytes of shared memory
-  StageBarriers<1>* arrived;  // one arrival
+  StageBarriers<1>* arrived;  // initialised with one arrival
   T* out;
   T* kept;                    // [rows, kParts * columns]; with Transform::kKeeps
   int rows, columns;          // of the product; with kParts 2, columns of the result

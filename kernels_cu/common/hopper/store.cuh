@@ -3,10 +3,10 @@
 // wgmma accumulators: element 4 n + 2 half + i of a lane is row
 // accumulator_row() + 8 half, column 8 n + accumulator_column() + i.
 //
-//   write_rows   straight from registers, 64 bytes of a row at a time: no shared memory, no barrier.
-//                For warpgroups that finish at different times (attention).
+//   write_rows   straight from registers, 64 bytes of a row at a time, without shared memory or
+//                barriers: for warpgroups that finish at different times (attention).
 //   StagedStore  through swizzled shared memory (stmatrix) and TMA: full cache lines, asynchronous.
-//                For tiles of a matrix. TransposedStore: for its transpose.
+//                For tiles of a matrix. TransposedStore: the same for the transpose of the tile.
 //   write_pairs  from registers, two elements at a time: for a few columns.
 #pragma once
 
@@ -27,12 +27,13 @@ template <typename T>
 struct ResultRows {
   float factor[2];
   bool exists[2];
-  T* first;  // the first row's
+  T* first;  // start of the first row
   long long row_stride;
   int columns;
 };
 
-// Guarded: the last chunk of 32 columns may extend beyond the last column.
+// Multiplies 2 N columns of a warpgroup's 64 rows by their factors and stores them. Guarded: the
+// last chunk of 32 columns may extend beyond the last column.
 template <bool Guarded, typename T, int N>
 CUKIT_DEVICE void write_rows(const float (&sums)[N], const ResultRows<T>& rows) {
   const int quad_lane = threadIdx.x % 4;
@@ -58,7 +59,7 @@ CUKIT_DEVICE void write_rows(const float (&sums)[N], const ResultRows<T>& rows) 
   }
 }
 
-// The swizzle for rows of `bytes`.
+// The swizzle for rows of `bytes` bytes.
 constexpr OperandSwizzle row_swizzle(int bytes) {
   return bytes == 128 ? OperandSwizzle::Bytes128
          : bytes == 64 ? OperandSwizzle::Bytes64
@@ -74,9 +75,9 @@ struct StagedStore {
   static constexpr int kPieces = Columns / PieceColumns;
   static constexpr int kBytes = Buffers * Piece::kBytes;
 
-  // Called by all threads of the warpgroup, with a named barrier of its own. The tile starts at
-  // (row, column) of a matrix of `rows` x `columns`; elements outside are not written. First: index
-  // of the first accumulator.
+  // Called by all threads of the warpgroup; `barrier`: a named barrier that no other warpgroup
+  // uses. The tile starts at (row, column) of a matrix of `rows` x `columns`; elements outside are
+  // not written. First: index of the first accumulator.
   template <int First = 0, int N>
   CUKIT_DEVICE static void store(const float (&sums)[N], unsigned char* buffers,
                                  const TensorMap* map, int column, int row, int columns, int rows,
@@ -99,7 +100,7 @@ struct StagedStore {
     for (int piece = 0; piece < kPieces; ++piece) {
       unsigned char* const buffer = buffers + piece % Buffers * Piece::kBytes;
       if (starts) {
-        // A new tile starts with the first buffer; the last tile's pieces have been read by now.
+        // A new tile starts with the first buffer; TMA has normally read the previous tile by now.
         if (piece == 0) bulk_wait_read<0>();
         if (piece >= Buffers) bulk_wait_read<Buffers - 1>();
       }
@@ -147,8 +148,9 @@ struct StagedStore {
     }
   }
 
-  // The same for a part of a piece: PartColumns from column `first` of the tile, `column` of the
-  // matrix. Parts must come in order; the last part of a piece issues its copy.
+  // As store(), for a part of a piece: PartColumns columns from column `first` of the tile on,
+  // which is column `column` of the matrix. Parts must come in order; the last part of a piece
+  // issues its copy.
   template <int PartColumns>
   CUKIT_DEVICE static void store_part(const float (&sums)[PartColumns / 2], unsigned char* buffers,
                                       const TensorMap* map, int column, int row, int columns,
@@ -236,9 +238,9 @@ struct TransposedStore {
   }
 };
 
-// Writes accumulators First .. First + Columns / 2 of a lane, which start at (row, column) of a
-// matrix of `rows` x `columns`. `columns` and `stride` are even unless Transposed, where element
-// (i, j) goes to out[j * stride + i].
+// Writes accumulators First .. First + Columns / 2 - 1 of each lane: 64 rows x Columns columns from
+// (row, column) of a matrix of `rows` x `columns` on. `columns` and `stride` are even unless
+// Transposed, where element (i, j) goes to out[j * stride + i].
 template <bool Transposed, int Columns, int First = 0, typename T, int N>
 CUKIT_DEVICE void write_pairs(const float (&sums)[N], T* out, long long stride, int row, int column,
                               int rows, int columns) {

@@ -16,8 +16,8 @@
 
 namespace cukit {
 
-// Tile number `turn` of this block in the static schedule. The blocks of a cluster get one index,
-// that of the cluster's tile.
+// Index of this block's tile number `turn` in the static schedule; the same index for all blocks of
+// a cluster.
 template <int ClusterSize = 1>
 CUKIT_DEVICE int static_tile(int turn) {
   return turn * (static_cast<int>(gridDim.x) / ClusterSize) +
@@ -79,8 +79,8 @@ struct StreamKTile {
 // under the static schedule. The concatenated steps of the others are divided into one contiguous
 // share per block: all blocks have the same work to within one step, and at most the first and last
 // piece of a share are not complete tiles. Osama et al., "Stream-K: Work-centric Parallel
-// Decomposition for Dense Matrix-Matrix Multiplication on the GPU". There are no
-// shared steps, or at least as many as blocks; their number times that of the blocks is below 2^32.
+// Decomposition for Dense Matrix-Matrix Multiplication on the GPU". The number of shared steps is 0
+// or at least the number of blocks, and the product of the two is below 2^32.
 struct StreamKTiles {
   using Tile = StreamKTile;
   MatrixTiles tiles;

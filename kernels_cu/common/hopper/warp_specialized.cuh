@@ -4,8 +4,8 @@
 // All threads of a block start with the same number of registers; the producer warpgroup releases
 // those it does not need (setmaxnreg), and the consumers take them. setmaxnreg takes effect where
 // the kernel has __launch_bounds__(kThreads, BlocksPerSm) and each role is one branch of a single
-// if/else: run() is that if/else. A single consumer has the maximum of registers without
-// setmaxnreg.
+// if/else: run() is that if/else. With a single consumer and one block per SM, all threads start
+// with the maximum number of registers, and setmaxnreg is not used.
 #pragma once
 
 #include "common/platform.cuh"
@@ -35,8 +35,8 @@ struct WarpSpecialized {
   static_assert(ProducerRegisters <= kStartRegisters, "the producer releases registers");
   static_assert(kConsumerRegisters < 256 || !kMovesRegisters, "within a thread's maximum");
 
-  // Runs `init` in one thread; the mbarriers and memory that it initialises are then visible to the
-  // block and to TMA, and with ClusterSize above 1 to the cluster.
+  // Runs `init` in one thread. The mbarriers that it initialises are then visible to the block and
+  // to TMA, its other writes to the block; with ClusterSize above 1, both to the whole cluster.
   template <int ClusterSize = 1, typename Init>
   CUKIT_DEVICE static void prepare(const Init& init) {
     if (threadIdx.x == 0) {
@@ -75,7 +75,7 @@ CUKIT_DEVICE int accumulator_row(unsigned thread = threadIdx.x) {
   return thread % kWarpgroupThreads / kWarpSize * 16 + thread % kWarpSize / 4;
 }
 
-// A lane's first column of every eight.
+// A lane's first column among every eight columns of wgmma accumulators.
 CUKIT_DEVICE int accumulator_column() { return threadIdx.x % 4 * 2; }
 
 }  // namespace cukit

@@ -5,8 +5,8 @@
 
 namespace cukit {
 
-// createpolicy: returns a cache policy to pass to loads. L2 evicts lines loaded with this one last
-// (evict_last).
+// createpolicy: returns a cache policy to pass to loads. L2 evicts the lines loaded with this
+// policy last (evict_last).
 CUKIT_DEVICE unsigned long long create_policy_evict_last() {
 #ifdef CUKIT_EMULATE
   return 0;

@@ -67,7 +67,7 @@ CUKIT_DEVICE void cp_async_16_policy(unsigned shared, const void* global,
 }
 
 // cp.async.mbarrier.arrive.noinc: arrives at `barrier` once this thread's copies so far have
-// completed; the arrival counts as one of those that the barrier expects.
+// completed; counts as one of the arrivals given to mbarrier_init.
 CUKIT_DEVICE void cp_async_arrive(Mbarrier* barrier) {
 #ifdef CUKIT_EMULATE
   emulator::cp_async_commit();

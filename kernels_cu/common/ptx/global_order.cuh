@@ -1,5 +1,5 @@
-// ld.acquire and red.release, ld.relaxed and st.relaxed: communication between blocks through global
-// memory.
+// ld.acquire and red.release, ld.relaxed and st.relaxed: communication between blocks through
+// global memory.
 //
 // Forward progress: wait only for blocks that are guaranteed to be running or to have run.
 #pragma once

@@ -1,7 +1,7 @@
 // lop3.b32: a logical function of three words (sm_50).
 //
-// As C++ operators with two constants ptxas emits two instructions, since an instruction has room
-// for one immediate; lop3 keeps the other constant in a register.
+// For the same C++ expression with two constants, ptxas emits two instructions, since an
+// instruction has room for one immediate; inline lop3 keeps the other constant in a register.
 #pragma once
 
 #include "common/platform.cuh"

@@ -1,7 +1,7 @@
 // mbarrier: a barrier in shared memory that counts arrivals of threads and bytes of copies (sm_90).
 //
-// A phase completes when the number of arrivals that the barrier was initialised with have arrived
-// and all bytes announced in it have been copied. Phases alternate in parity, starting with 0: a
+// A phase completes once the number of arrivals given to mbarrier_init has been reached and all
+// bytes announced in the phase have been copied. Phases alternate in parity, starting with 0: a
 // wait for parity p returns once the latest phase of that parity has completed, immediately for
 // parity 1 of a new barrier.
 #pragma once

@@ -6,8 +6,8 @@
 namespace cukit {
 
 // Returns `value`; emits no instruction. Expressions of the result are computed after this point,
-// each time. The compiler could hoist expressions of `value` itself out of a main loop, which then
-// lacks the registers that hold them.
+// each time it is reached. Expressions of `value` itself could be hoisted out of a main loop, which
+// would then lack the registers that hold them.
 CUKIT_DEVICE unsigned opaque(unsigned value) {
 #ifndef CUKIT_EMULATE
   asm volatile("" : "+r"(value));

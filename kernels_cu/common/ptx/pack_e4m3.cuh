@@ -6,7 +6,7 @@
 namespace cukit {
 
 // Four floats to a register of e4m3, `x0` at the lowest address. Rounds to nearest even; saturates
-// at 448.
+// at +-448.
 CUKIT_DEVICE unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
 #ifdef CUKIT_EMULATE
   const float x[] = {x0, x1, x2, x3};

@@ -1,5 +1,5 @@
-// prmt.b32: selects bytes of two words, with the instruction's full selectors. CUDA's __byte_perm
-// clears the highest bit of every selector, which costs an instruction and loses sign replication.
+// prmt.b32: selects bytes of two words, with the instruction's 4-bit selectors. CUDA's __byte_perm
+// clears the highest bit of each, which costs an instruction and loses sign replication.
 #pragma once
 
 #include "common/platform.cuh"

@@ -1,9 +1,9 @@
 // cp.async.bulk: TMA copies of bytes and of boxes of a tensor (sm_90).
 //
 // One thread issues a copy. A copy to shared memory completes at an mbarrier, which must expect its
-// bytes; a copy to global memory belongs to the thread's bulk group. Coordinates are elements,
-// innermost axis first; the innermost one is at a multiple of 16 bytes. Elements outside the tensor
-// read as zero and are not written.
+// bytes; a copy to global memory belongs to the thread's bulk group. Coordinates are in elements,
+// innermost axis first; the innermost one, times the element size, must be a multiple of 16 bytes.
+// Elements outside the tensor read as zero and are not written.
 #pragma once
 
 #include "common/platform.cuh"
@@ -95,7 +95,7 @@ CUKIT_DEVICE void tma_load_3d_multicast(void* shared, const TensorMap* map, Mbar
 #endif
 }
 
-// cp.async.bulk.prefetch.tensor.3d: prefetches a box to L2. A hint without completion.
+// cp.async.bulk.prefetch.tensor.3d: prefetches a box to L2. A hint; completion is not reported.
 CUKIT_DEVICE void tma_prefetch_3d(const TensorMap* map, int x, int y, int z) {
 #ifndef CUKIT_EMULATE
   asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];\n" ::"l"(map), "r"(x),
@@ -197,8 +197,8 @@ CUKIT_DEVICE void bulk_store(void* global, const void* shared, unsigned bytes) {
 #endif
 }
 
-// cp.reduce.async.bulk.add.f32: adds floats in shared memory to as many in global memory, each
-// atomically, in no fixed order.
+// cp.reduce.async.bulk.add.f32: adds `bytes` / 4 floats in shared memory to floats in global
+// memory, each atomically, in no fixed order.
 CUKIT_DEVICE void bulk_add(float* global, const void* shared, unsigned bytes) {
 #ifdef CUKIT_EMULATE
   emulator::bulk_add(global, shared_address(shared), bytes);
@@ -230,8 +230,8 @@ CUKIT_DEVICE void bulk_wait() {
 #endif
 }
 
-// fence.proxy.async.global: orders accesses to global memory by this thread, or by threads
-// synchronised with it, and the accesses of the copies that this thread issues.
+// fence.proxy.async.global: orders ordinary accesses to global memory by this thread, or by threads
+// synchronised with it, with respect to the accesses of the copies that this thread issues.
 CUKIT_DEVICE void fence_proxy_async_global() {
 #ifndef CUKIT_EMULATE
   asm volatile("fence.proxy.async.global;\n" ::: "memory");

@@ -1,11 +1,11 @@
 // wgmma (sm_90a): asynchronous matrix products of a warpgroup, which is four warps.
 //
-// d += a b with a 64 x K, b K x N, K = 32 bytes of elements. Operand b is in shared memory, a in
-// shared memory or registers. A matrix descriptor defines the layout in shared memory:
+// d += a b, where a is 64 x K, b is K x N, and K elements are 32 bytes. Operand b is in shared
+// memory, a in shared memory or registers. A matrix descriptor defines the layout in shared memory:
 //   K-major    eight rows (of a, or columns of b), each as long as the swizzle, are contiguous;
 //              groups of eight are `stride` bytes apart.
 //   MN-major   (transposed) eight steps of k, each as long as the swizzle, are contiguous; groups
-//              of eight are `stride` bytes apart, further rows (columns) `leading`.
+//              of eight are `stride` bytes apart, further rows (columns) `leading` bytes apart.
 // Without a swizzle the 8 x 16 byte core matrices are contiguous; `leading` is their distance along
 // k and `stride` that along rows (columns), K-major or MN-major.
 //

@@ -51,9 +51,9 @@ CUKIT_DEVICE unsigned encode_group(const float* x) {
     const unsigned high = __nv_cvt_float2_to_fp8x2(make_float2(x[2], x[3]), __NV_SATFINITE, kFloat8);
     return low | high << 16;
   } else {
-    // Codes are offset to 0 ... 2^bits - 1, so that the sum of the shifted floats contains them side
-    // by side, and the constant bits of all floats are subtracted at once. Flipping the sign bits
-    // removes the offset.
+    // Codes are offset to 0 ... 2^bits - 1, so that the sum of the shifted floats contains them
+    // side by side, and the constant bits of all floats are subtracted at once. Flipping the sign
+    // bits removes the offset.
     constexpr float kLow = -kMaxInteger - 1, kRaised = detail::kUnits + kMaxInteger + 1;
     unsigned sum = 0u - detail::kUnitsBits * detail::kOnes;
 #pragma unroll

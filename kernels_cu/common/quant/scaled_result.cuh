@@ -3,6 +3,8 @@
 //   value = (sum - zero_point[row] * column_sum[column]) * a_scale[row] * b_scale[column]
 //           + bias[column]
 //
+// Zero points apply to integer sums only.
+//
 // A lane has tensor-core accumulators of two rows, 8 apart. With `row` and `column` the lane's
 // first, element 4 n + 2 half + i is in row + 8 half, column + 8 n + i; `column` is even.
 #pragma once
@@ -48,8 +50,8 @@ struct ScaledResult {
           [&](int n, int i) { return b.at(column + 8 * n + i, columns); });
   }
 
-  // The same with preloaded scales: scale_of(n, i) is that of column + 8 n + i. Called by all lanes
-  // of the warp.
+  // The same with preloaded scales: scale_of(n, i) is the scale of column + 8 n + i. Called by all
+  // lanes of the warp.
   template <typename Sum, int N, int All, typename ScaleOf>
   CUKIT_DEVICE void scale(float (&values)[N], const Sum (&sums)[All], int first, int row, int column,
                           const float (&row_scale)[2], const ScaleOf& scale_of) const {

@@ -21,8 +21,8 @@ CUKIT_DEVICE bool rows_are_aligned(const E* first, long long row_stride, long lo
          row_stride * static_cast<int>(sizeof(E)) % 16 == 0;
 }
 
-// Address of the tile's first column in the lane's row `half`; rows beyond the last query are
-// clamped to it.
+// Address of the tile's first column in the lane's row `half` (0 or 1, eight rows apart); rows
+// beyond the last query are clamped to it.
 template <typename E>
 CUKIT_DEVICE const E* tile_row(const E* matrix, long long row_stride, const FragmentPlace& at,
                                int half, int seq_q) {
@@ -90,7 +90,7 @@ CUKIT_DEVICE void hide_rows(float (&scores)[N], const unsigned char* mask, long 
       const int chunks = (N / 4 - first < 8 ? N / 4 - first : 8) / 2;  // of sixteen columns
       const uint4 read =
           *reinterpret_cast<const uint4*>(row + 8 * first + 16 * min(quad_lane, chunks - 1));
-      // Lane j needs pairs j and 4 + j of every lane's eight.
+      // Lane j receives pairs j and 4 + j of each lane's eight pairs.
       unsigned pairs[4] = {__byte_perm(read.x, read.z, 0x5410), __byte_perm(read.x, read.z, 0x7632),
                            __byte_perm(read.y, read.w, 0x5410), __byte_perm(read.y, read.w, 0x7632)};
       transpose_quad(pairs);

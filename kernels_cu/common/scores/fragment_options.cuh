@@ -34,7 +34,7 @@ CUKIT_DEVICE void apply_options(float (&scores)[N], const FragmentPlace& at, con
   }
 }
 
-// A row of 16x8 accumulators as one array.
+// A row of 16x8 accumulator tiles as one array.
 template <int Tiles>
 CUKIT_DEVICE float (&flat(float (&row)[Tiles][4]))[4 * Tiles] {
   return reinterpret_cast<float(&)[4 * Tiles]>(row);

@@ -47,8 +47,8 @@ CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int cau
   }
 }
 
-// Sets scores to -infinity where hidden(row, column). The bits are collected first, in a loop that
-// limits loads in flight: scores and outputs leave few registers.
+// Sets scores to -infinity where hidden(row, column) is true. The results are first collected as
+// bits, in a loop that limits the loads in flight: scores and outputs leave few registers.
 template <int N, typename Hidden>
 CUKIT_DEVICE void hide_scores(float (&scores)[N], const FragmentPlace& at, const Hidden& hidden) {
 #pragma unroll

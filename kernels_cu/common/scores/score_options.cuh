@@ -18,8 +18,8 @@
 // exponential. exponent_factor() returns the factor that the softmax applies.
 //
 // Macros, 0 where a kernel does not define them: CAUSAL, WINDOW, SOFTCAP, ALIBI, MASK, SINKS,
-//   VARLEN 0|1; BIAS 0|1 elements as q|2 float32. VALUE_DIM, VALUE_PADDED: of v and out; as
-//   HEAD_DIM and PADDED where they are not defined.
+//   VARLEN 0|1; BIAS 0: none, 1: elements of q's type, 2: float32. VALUE_DIM, VALUE_PADDED:
+//   HEAD_DIM and PADDED of v and out; by default those of q and k.
 #pragma once
 
 #include "common/platform.cuh"
@@ -85,7 +85,7 @@ struct Sequence {
   int seq_q, seq_kv;
 };
 
-// `seq_q`, `seq_kv`: the lengths of all sequences or, with VARLEN, their longest.
+// `seq_q`, `seq_kv`: the lengths of all sequences; not used with VARLEN.
 CUKIT_DEVICE Sequence sequence_of(int b, const int* cu_seqlens_q, const int* cu_seqlens_kv,
                                   int seq_q, int seq_kv) {
   if constexpr (VARLEN) {

@@ -15,8 +15,8 @@ struct SoftmaxRows {
   float sum[2];  // over this lane's columns; summed over the quad at the end
 };
 
-// Softmax does not depend on the subtracted value: a maximum is updated only once it has grown by
-// more than this, in log2 units. Most tiles then rescale nothing.
+// Softmax does not depend on the subtracted value, so a maximum is updated only once it has grown
+// by more than this, in log2 units. Most tiles then rescale nothing.
 constexpr float kLazyGrowth = 8.0f;
 
 // Updates the maxima if one in the warp has grown by more than `growth`, and returns whether it
@@ -24,8 +24,9 @@ constexpr float kLazyGrowth = 8.0f;
 // updates, which saves a vote and a branch.
 //
 // AsIntegers: non-negative floats are ordered like their bits as integers, and Hopper has a
-// three-input integer maximum. It is used if all of the warp's maxima are non-negative: a negative
-// score, which is a negative integer too, then exceeds none of them. Faster for wide tiles.
+// three-input integer maximum. The integer maximum is used if all of the warp's maxima are
+// non-negative: a negative score, which is a negative integer too, then exceeds none of them.
+// Faster for wide tiles.
 template <int N, bool AsIntegers = N >= 64>
 CUKIT_DEVICE bool update_maxima(SoftmaxRows& rows, float (&shrink)[2], const float (&scores)[N],
                                float scale_log2, float growth = kLazyGrowth) {
