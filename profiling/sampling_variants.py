@@ -46,7 +46,7 @@ def main(
     vocab_size: int = VOCAB_SIZE,
     only: tuple[str, ...] = tuple(OPTIONS),
 ) -> None:
-    """Print a line per shape and set of options: microseconds of each variant."""
+    """Print a line per shape and set of options, with the microseconds of each variant."""
     benchmark = KernelBenchmark(warmup_iters=1, benchmark_iters=10)
     for spread in (SPREAD, 1.0):
         for batch in batches:
@@ -97,7 +97,7 @@ def _tokens(logits: Any, seed: Any, options: dict[str, Any]) -> Any:
 
 
 def with_blocks(ours: Call, cluster: int, threads: int) -> Call:
-    """Return a call of cukit with other blocks."""
+    """Return a call of `sample` with `cluster` blocks of `threads` threads per row."""
     module: Any = importlib.import_module("cukit.sampling.sample")
 
     def plan(num_rows: int, vocab_size: int, dtype: str, vec: int, device: Any, **kind: Any) -> Any:
@@ -121,7 +121,8 @@ def with_blocks(ours: Call, cluster: int, threads: int) -> Call:
 def resplit(
     config: SampleConfig, vocab_size: int, device: Any, cluster: int, threads: int
 ) -> SampleConfig:
-    """Return a plan with other blocks: one that streams a row, or several that keep it."""
+    """Return the plan with another split of a row: one block reads the row from global memory, the
+    blocks of a cluster keep it in shared memory."""
     atoms = -(-vocab_size // (config.atom * 32 * config.vec))
     config = replace(
         config,

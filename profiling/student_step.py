@@ -49,7 +49,7 @@ def cukit_loss(hidden: Tensor, weight: Tensor, teacher: Tensor, teacher_weight: 
 
 
 def loss_function(name: str, *, compiled: bool) -> Loss:
-    """The loss of that name; `torch_loss` instead of `liger_kl` if Liger is not installed."""
+    """The loss called `name`; `torch_loss` instead of `liger_kl` if Liger is not installed."""
     if name == "liger_kl" and find_spec("liger_kernel") is None:
         name = "torch_loss"
     losses = {each.__name__: each for each in (torch_loss, liger_jsd, liger_kl, cukit_loss)}

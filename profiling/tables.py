@@ -3,8 +3,8 @@
 A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. NAME is one of
 
 - a family: all of its cases;
-- "page" followed by a key of PAGES: a link to the figure of these ops, and a table with one row per
-  op: its largest case, and the speedup over all cases;
+- "page" followed by a key of PAGES: a link to the figure of the page's ops, and a table with one
+  row per op: its largest case, and the speedup over all cases;
 - "highlights": the ops of HIGHLIGHTS, with speedups over all cases;
 - "summary": one row per op, its largest case;
 - "verdict": counts of cases faster and slower than the fastest peer, and the speedup;
@@ -81,7 +81,7 @@ LIBRARIES = {
     "flashinfer": "FlashInfer",
     "fla": "flash-linear-attention",
 }
-"""Names of libraries in the README's table; other peers have the names of the other tables."""
+"""Names of peers in the README's table, where they differ from those in other tables."""
 
 PAGES = {
     "attention": (
@@ -133,7 +133,7 @@ PAGES = {
 """The ops of each documentation page that have bench cases."""
 
 FLOOR = "Share of the floor reached by each op, cukit and the fastest peer"
-"""Title of a figure of the results."""
+"""Title of the figures of the results, and their alternative text in Markdown."""
 
 
 def main() -> int:
@@ -324,7 +324,7 @@ def _cell(record: Record | None, *, with_memory: bool) -> str:
 
 
 def _us(microseconds: float) -> str:
-    """Format a time with three or four digits, in microseconds or milliseconds."""
+    """Format a time in microseconds, or in milliseconds from 10 ms on."""
     if microseconds >= 10_000:
         return f"{microseconds / 1e3:.1f} ms"
     return f"{microseconds:.0f} µs" if microseconds >= 1000 else f"{microseconds:.1f} µs"

@@ -6,9 +6,9 @@
 
 Rank 0 first runs the single-GPU work, so both times are from the same GPU in the same state.
 `checks` compares results, `training` times steps at the same batch per GPU, `heads` times the fused
-head and reports its memory, `phases` times its sweeps, `alone` times one shard without
-communication, `links` times reductions of gradient size. `phases` and `alone` need one GPU:
-`--ranks 1`.
+head and reports its memory, `phases` times the phases of the sharded loss, `alone` times one shard
+without communication, `links` times an all_reduce of gradient size and a small all_gather. `phases`
+and `alone` need only one GPU: `--ranks 1`.
 """
 
 from __future__ import annotations
@@ -80,12 +80,15 @@ class Bench:
             print(text, flush=True)
 
     def wait(self) -> None:
-        """Wait for the GPU."""
+        """Synchronise the current stream of the GPU."""
         if self.on_gpu:
             self.xp.cuda.get_current_stream().synchronize()
 
     def seconds(self, call: Callable[[], Any], repeats: int, together: bool) -> float:
-        """Return the median time of a call, excluding the warm-up."""
+        """Return the median time of `repeats` calls in seconds, after two untimed calls.
+
+        together: synchronise the ranks before each call.
+        """
         times = []
         for index in range(repeats + 2):
             self.wait()
@@ -103,7 +106,7 @@ class Bench:
     def trainer(
         self, comm: Communicator, batch: int, seq_len: int, dtype: str, small: bool, **options: Any
     ) -> Trainer:
-        """Return a trainer of a student with a teacher."""
+        """Return a trainer that distils a teacher into a student."""
 
         def model(sizes: dict[str, int], seed: int) -> Transformer:
             heads, hidden = sizes["num_heads"], sizes["hidden_size"]
@@ -121,7 +124,8 @@ class Bench:
         return Trainer(objective, windows, lr=1e-3, communicator=comm, **options)
 
     def checks(self) -> None:
-        """Check that two processes match twice the batch, and sharded heads unsharded ones."""
+        """Compare all ranks with one process that has the whole batch, and sharded heads with
+        unsharded ones."""
         size = self.comm.size
         bound = 5e-3 if self.on_gpu else 1e-4
         batch, seq_len = (2, 8) if self.tiny else (4, 128)
@@ -164,7 +168,7 @@ class Bench:
         self.judge(name, dtype, shard, got, whole)
 
     def judge(self, name: str, dtype: str, shard: VocabularyShard, got: Any, whole: Any) -> None:
-        """Print the largest relative difference of loss and gradients."""
+        """Print the largest difference of loss and gradients, relative to each array's maximum."""
         worst = 0.0
         pairs = (
             (got.loss, whole.loss),
@@ -236,7 +240,7 @@ class Bench:
     # -- heads ---------------------------------------------------------------------------------
 
     def head(self, shape: tuple[int, int, int, int], dtype: str, part: Any = None) -> list[Any]:
-        """hidden, weight, teacher_hidden, teacher_weight."""
+        """Return hidden, weight, teacher_hidden and teacher_weight; `part` shards the weights."""
         rows, hidden, teacher, vocab = shape
 
         def own(whole: Any) -> Any:
@@ -257,7 +261,7 @@ class Bench:
         return self.xp.asarray(drawn.astype(DTYPES[dtype]))
 
     def phases(self) -> None:
-        """Time the sweeps of a sharded forward KL over half of a chunk, by blocks per row."""
+        """Time the phases of a sharded forward KL over half of a chunk, for each split of a row."""
         if self.comm.rank == 0 and self.on_gpu:
             rows, columns = 1024, HEAD[-1] // 2
             student, teacher, grad = (normal((rows, columns), self.dtype) for _ in range(3))
@@ -286,7 +290,7 @@ class Bench:
         self.comm.barrier()
 
     def products(self) -> None:
-        """Time the products of a chunk of a sharded head, and grad_hidden in both dtypes."""
+        """Time the matrix products of a chunk of a sharded head; grad_hidden in both dtypes."""
         rows, hidden, columns = 2048, HEAD[1], HEAD[-1] // 2
         states, weight = (normal((each, hidden), self.dtype) for each in (rows, columns))
         logits = normal((rows, columns), self.dtype)
@@ -307,7 +311,7 @@ class Bench:
             self.say(f"product {name}: {took * 1e3:.3f} ms, {rate:.0f} TFLOP/s")
 
     def device_seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Return the GPU time of one call, averaged over many."""
+        """Return the GPU time of a call, averaged over `count` calls after an untimed one."""
         first, last = (self.xp.cuda.Event() for _ in range(2))
         call()
         first.record()
@@ -318,7 +322,7 @@ class Bench:
         return float(self.xp.cuda.get_elapsed_time(first, last)) / count / 1e3
 
     def alone(self) -> None:
-        """Time one shard of a head without communication."""
+        """Time one shard of a head without communication, and the unsharded head."""
         shape = TINY_HEAD if self.tiny else HEAD
         if self.comm.rank == 0 and self.on_gpu:
             shard = VocabularyShard(_WithoutPeers(), shape[-1])
@@ -377,7 +381,7 @@ class Bench:
             )
 
     def memory(self, call: Callable[[], Any]) -> int:
-        """Return the peak memory of results and workspace during a call, in bytes."""
+        """Return the peak memory of results and workspace during a call, in bytes; 0 on the CPU."""
         if not self.on_gpu:
             call()
             return 0
@@ -404,7 +408,7 @@ class Bench:
             self.xp.get_default_memory_pool().free_all_blocks()
 
     def links(self) -> None:
-        """Time reductions of the size of a gradient bucket."""
+        """Time all_reduce of a gradient bucket, and all_gather of a sharded loss's row states."""
         for mib in (1, 32, 256) if not self.tiny else (1,):
             array = self.xp.zeros(mib << 18, np.float32)
             took = self.seconds(partial(self.comm.all_reduce, array), 8, True)
@@ -427,7 +431,7 @@ class _WithoutPeers(Alone):
 
 
 def phase_configs() -> list[DivergenceConfig]:
-    """The splits of a row to compare."""
+    """Configurations of phases 1 and 3 with different splits of a row."""
     return [
         plan_divergence(
             HEAD[-1] // 2, "bfloat16", 2, "int32", 8, "forward_kl", phase == 3, False, False,
@@ -439,7 +443,7 @@ def phase_configs() -> list[DivergenceConfig]:
 
 
 def compile_ahead(parts: Sequence[str]) -> None:
-    """Compile the kernels over rows, on all cores."""
+    """Compile the loss kernels on all CPU cores, before the ranks start."""
     device = current_device()
     specs: list[KernelSpec] = []
     checked = (("bfloat16", DIVERGENCES), ("float32", ("forward_kl", "jsd")))
@@ -475,7 +479,7 @@ def compile_ahead(parts: Sequence[str]) -> None:
 
 
 def start(count: int) -> int:
-    """Start this module once per rank, like a launcher."""
+    """Start this module once per rank, as torchrun does; return the largest exit status."""
     env = dict(os.environ, WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1")
     command = [sys.executable, "-m", "profiling.two_gpus", *sys.argv[1:]]
     ranks = [
@@ -483,7 +487,7 @@ def start(count: int) -> int:
         for rank in range(count)
     ]
     try:
-        # If one rank fails, terminate the other, which would wait for it forever.
+        # If one rank fails, terminate the others, which would block in a collective.
         while all(rank.poll() is None for rank in ranks):
             time.sleep(0.05)
         if any(rank.poll() for rank in ranks):

@@ -25,8 +25,8 @@ os.environ.setdefault("CUKIT_QUIET", "1")  # hundreds of compiles would clutter 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep compiled kernels in pytest's cache folder, also for programs that tests start, and
     restore Python's handler of SIGINT if SIGINT is ignored."""
-    # A shell without job control starts background commands with SIGINT ignored, and so would every
-    # program that a test starts and interrupts.
+    # A shell without job control starts background commands with SIGINT ignored. The programs that
+    # tests start and interrupt would inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "cache"):  # unless `-p no:cacheprovider`
@@ -40,14 +40,14 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt the collected tests from garbage collections, which walk all other objects."""
+    """Exempt the collected tests from garbage collections, which then traverse fewer objects."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_report_header() -> str:
     """Report once why GPU tests are skipped."""
-    return "gpu: " + ("tests run on it" if gpu_available() else "none here, its tests are skipped")
+    return "gpu: " + ("tests run on it" if gpu_available() else "none found, GPU tests are skipped")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -67,7 +67,7 @@ def offset_by(array: Array, offset: int) -> Array:
 
 
 def poisoned(device: str, shape: Sequence[int], dtype: str) -> Array:
-    """Return an output buffer filled with NaN, so that elements that are not written show."""
+    """Return an output buffer filled with NaN, so that unwritten elements are detected."""
     return to_device(device, np.full(tuple(shape), np.nan, dtype_of(dtype)))[0]
 
 
@@ -91,14 +91,16 @@ def another_order(device: str, repeat: int) -> AbstractContextManager[None]:
 
 
 def assert_close(name: str, got: Array, low: Array, wide: Array, atol: float | None = None) -> None:
-    """Check that the error of `got` is at most twice that of the plain low-precision result `low`.
+    """Check that the error of `got` is at most twice the largest error of the plain low-precision
+    result `low`, plus `atol`.
 
-    Errors are relative to `wide` (float64). Positions of NaN and infinity must equal those of
-    `wide`.
+    Errors are absolute differences from `wide` (float64). If `wide` has magnitudes above 1, `atol`
+    is multiplied by the largest one. By default, it is the ATOL of the dtype, or 0 for integers.
+    Positions of NaN and infinity must equal those of `wide`.
     """
     got, low, wide = to_host(got), to_host(low), to_host(wide)
     assert got.shape == wide.shape, f"{name}: shape {got.shape}, expected {wide.shape}"
-    if atol is None:  # integer results must be exact
+    if atol is None:  # integer results have no tolerance
         atol = ATOL[got.dtype.name] if got.dtype.kind not in "iu" else 0.0
     exact = wide.astype(np.float64)
     result, plain = got.astype(np.float64), low.astype(np.float64)
@@ -134,8 +136,8 @@ def check_against_reference(
     """Run `function(*inputs, **options)` on `device` and check every result against `reference`.
 
     Inputs are NumPy arrays, or None or plain values that are passed on. Repeated runs must be
-    bitwise equal, in the emulator for every order of threads. Freed memory that results may reuse
-    is filled with NaN first.
+    bitwise equal; in the emulator, the second run has another order of threads. Freed GPU memory
+    that results may reuse is filled with NaN first.
     """
     # For the CPU and the emulator, `placed` holds the inputs themselves.
     contents = [x.tobytes() if isinstance(x, np.ndarray) else None for x in inputs]
@@ -169,7 +171,7 @@ def check_gradient(
     """Compare `backward(grad_out, *inputs)` with central differences of `function(*inputs)`.
 
     Inputs are float64, and `backward` returns one gradient per input. Each gradient is tested along
-    a random direction, so that every element contributes.
+    three random directions, so that every element contributes.
     """
     out = function(*inputs)
     grad_out = rng.standard_normal(out.shape)

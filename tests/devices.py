@@ -1,4 +1,4 @@
-"""The devices of a test, with their marks: "cpu" is the reference, the others run the kernel."""
+"""The devices of a test, with their marks: "cpu" runs the reference, the others the kernel."""
 
 from __future__ import annotations
 

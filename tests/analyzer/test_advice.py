@@ -157,7 +157,7 @@ def test_counters_show_uncoalesced_stores() -> None:
 
 
 def test_without_widths_only_certain_cases_are_uncoalesced() -> None:
-    """A traced kernel: loads of 16 bytes need 16 sectors per request."""
+    """A traced kernel has no access widths; 16 sectors per request suffice for 16-byte loads."""
     traced = replace(launch(), memory_access=None)
     counters = Counters("ncu", load_sectors_per_request=16.0, store_sectors_per_request=32.0)
     found = by_rule(replace(analysis(traced), counters=counters))

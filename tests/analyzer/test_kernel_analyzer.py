@@ -326,9 +326,9 @@ def test_a_users_kernel_on_the_gpu(analyzer: KernelAnalyzer) -> None:
 
 
 MAX_REMAINING_OVERHEAD_US = 1.2
-"""About half of what a pair of events adds on an H200: 2.46 to 2.50 us in 16 calibrations. Event
-times without it were between 0.12 us below and 0.08 us above CUPTI's in 16 analyses of one
-process; in other processes they differed by up to 0.46 us. Event times that include it are 2.5 us
+"""About half of the overhead of a pair of events on an H200: 2.46 to 2.50 us in 16 calibrations.
+Corrected event times were between 0.12 us below and 0.08 us above CUPTI's times in 16 analyses of
+one process; in other processes they differed by up to 0.46 us. Uncorrected event times are 2.5 us
 higher, with a similar spread, so the bound leaves 0.7 us on either side."""
 
 

@@ -1,4 +1,4 @@
-"""The precision of a benchmark's arithmetic, and the machine's peak rate in it."""
+"""The precision of a benchmark's arithmetic, and the machine's peak rate at that precision."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_floors_use_the_measured_peak_or_that_of_the_datasheet() -> None:
     work = {"flops": 8e12, "bytes_moved": 4e9}  # 1 ms of copying
     assert floor_us(H200, "fp16/bf16", **work) == pytest.approx(1e4)
     assert floor_us(H200, "fp8", **work) == pytest.approx(8e6 / 1979, rel=1e-3)
-    # Products of float32 may be done in TF32, which is faster than the vector units.
+    # float32 matrix products may use TF32, which has a higher peak than the float32 units.
     assert floor_us(H200, "fp32", **work) == pytest.approx(8e6 / 494.7, rel=1e-3)
     assert floor_us(H200, None, flops=0.0, bytes_moved=4e9) == pytest.approx(1e3)
     unknown = {**H200, "gpu": "NVIDIA Something"}

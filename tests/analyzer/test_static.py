@@ -13,7 +13,7 @@ from cukit.errors import CompileError, ConfigError
 
 cupy = pytest.importorskip("cupy", reason="compiling needs NVRTC")
 
-# One table decodes the instructions of all of them. NVRTC 13 no longer compiles for Volta.
+# The decoder has one table for all architectures. NVRTC 13 no longer compiles for Volta.
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 if nvrtc_version() < (13, 0):
     ARCHES = ("sm_70", *ARCHES)
@@ -86,8 +86,8 @@ def test_instruction_counts_equal_those_of_the_source(arch: str) -> None:
     assert mix.by_class["global memory"] == 5 + 5 + 1, "loads, stores and the atomic"
     assert mix.by_class["shared memory"] == 2
     assert sum(mix.by_class.values()) == mix.instructions
-    # One opcode has two meanings: integer additions must not count as floating point. The remaining
-    # ones are constants, which the compiler may load by HFMA2.
+    # One opcode has two meanings: integer additions must not count as floating point. The
+    # compiler may load constants with HFMA2, which counts as floating point.
     assert mix.by_class.get("floating point", 0) <= 2
     assert not {"tensor core", "local memory", "other"} & set(mix.by_class)
 

@@ -111,7 +111,7 @@ def test_the_gpu_timer_times_the_device_and_not_the_host() -> None:
 @pytest.mark.gpu
 @pytest.mark.timing
 def test_the_clocks_of_a_gpu_agree_on_a_long_kernel() -> None:
-    """A copy of 300 MB takes much longer than any clock's overhead, and exceeds any L2."""
+    """A copy of 300 MiB takes much longer than any clock's overhead, and exceeds any L2."""
     import cupy
 
     source = cupy.zeros(300 << 20, cupy.uint8)

@@ -4,8 +4,8 @@
     pip install pytest-json-report ndindex hypothesis
     python -m tests.array_api.conformance array-api-tests
 
-Prints what fails, and exits with 1 if a test fails for `ck.xp` that passes for NumPy. The suite is
-on no package index; test_conformance.py runs it if ARRAY_API_TESTS names its folder.
+Prints the failing tests, and exits with 1 if a test fails for `ck.xp` that passes for NumPy. No
+package index has the suite; test_conformance.py runs it if ARRAY_API_TESTS is its folder.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def failures(
 
 
 def worse_than_numpy(suite: Path, ours: set[str], theirs: set[str]) -> set[str]:
-    """Tests that fail for `ck.xp` and not for NumPy. NumPy runs many more examples, because
-    special cases are drawn at random."""
+    """Tests that fail for `ck.xp` and not for NumPy, even if NumPy runs them with 500 examples:
+    examples are random, so special cases on which NumPy fails too may be rare."""
     worse = ours - theirs
     if worse:
         worse -= failures(suite, "numpy", 500, sorted(worse))[0]

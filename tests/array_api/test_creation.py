@@ -13,7 +13,7 @@ from tests.contract import BFLOAT16
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request):
-    """Devices of arrays; those of the emulator are on the CPU."""
+    """The devices of arrays. The emulator is not among them: its arrays are on the CPU."""
     return request.param
 
 

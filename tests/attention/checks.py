@@ -77,7 +77,8 @@ def run_forward(place, q, k, v, options):
 
 
 def run(place, q, k, v, grad_out, options):
-    """(out, lse) on the host, and the gradients by name, default and deterministic."""
+    """(out, lse) on the host, and two dicts of gradients by name: of the default backward, and of
+    the deterministic backward."""
     out, lse = run_forward(place, q, k, v, options)
     grad_out, q, k, v = to_device(place, grad_out, q, k, v)
     options = on_device(place, options)
@@ -96,7 +97,8 @@ def run(place, q, k, v, grad_out, options):
 def compare_with_float64(results, q, k, v, grad_out, options, low):
     """Compares the results of `run` with float64.
 
-    low: (out, lse) and gradients of plain code; an lse of None permits an error of LSE_ATOL only.
+    low: (out, lse) and gradients of tests.attention.plain; if its lse is None, the error of lse may
+    be LSE_ATOL at most.
     """
     out, lse, both = results
     (exact, exact_lse), expected = exact_backward(q, k, v, grad_out, options)
@@ -107,7 +109,7 @@ def compare_with_float64(results, q, k, v, grad_out, options, low):
         for (name, got), low_one, wide in zip(
             gradients.items(), low_gradients, expected, strict=True
         ):
-            # A sum over all queries, of values rounded to bfloat16.
+            # grad_sinks is a sum over all queries of values rounded to bfloat16.
             atol = 2e-2 if name == "grad_sinks" else None
             assert_close(f"{name} ({way})", got, low_one, wide, atol)
 
@@ -115,7 +117,8 @@ def compare_with_float64(results, q, k, v, grad_out, options, low):
 def check(place, q, k, v, grad_out, options, *, strict_lse=True):
     """Checks forward and both backwards.
 
-    strict_lse: permit an error of LSE_ATOL only, else also that of plain code.
+    strict_lse: the error of lse may be LSE_ATOL at most; if False, LSE_ATOL plus twice the error of
+    plain code.
     """
     settings = {"causal": False, **options}
     low_out, low_lse = plain.forward(q, k, v, **settings)

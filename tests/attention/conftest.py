@@ -29,7 +29,7 @@ INDEXER_BACKWARD = import_module("cukit.attention.divergence.indexer_kl_backward
     ]
 )
 def place(request, monkeypatch) -> Iterator[str]:
-    """As `device`; "emulator" and "gpu sm80" run class sm80, "gpu" the class that is planned."""
+    """As `device`; "emulator" and "gpu sm80" run class sm80, "gpu" runs the planned class."""
     if request.param == "emulator":
         with cukit.backend("emulator", arch="sm_80"):
             yield "emulator"
@@ -60,7 +60,7 @@ def either_class(request, monkeypatch) -> Iterator[str]:
 
 @pytest.fixture(params=["gpu", "gpu sm80"])
 def gpu(request, monkeypatch) -> str:
-    """The two classes of `place` on the GPU."""
+    """The GPU, with the planned kernel class and with class sm80."""
     choose_class(request.param, monkeypatch)
     return "gpu"
 
@@ -88,7 +88,7 @@ def sm90_device(device: str) -> str:
 
 @pytest.fixture
 def late_emulator() -> Iterator[str]:
-    """Emulated TMA copies and wgmmas complete as late as possible, when they are waited for."""
+    """The emulator; its TMA copies and wgmmas complete only when a thread waits for them."""
     with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
         yield "emulator"
 

@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def options_of(rng, requested, batch, heads, lengths, dtype):
-    """Values of the requested options."""
+    """The options `requested`, with arrays for "alibi_slopes", "sinks", "bias" and "mask"."""
     extents = dict(zip("bhqk", (batch, heads, *lengths), strict=True))
     options = dict(requested)
     bias_dtype = options.pop("bias_dtype", dtype)

@@ -1,6 +1,6 @@
 """Attention in plain low-precision array code, which rounds every matrix that it materialises.
 
-Its error is the scale of the tolerance for the kernels, for outputs and gradients alike.
+The error of this code sets the tolerance for the outputs and gradients of the kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def scores_of(
     bias: Array | None = None,
     mask: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The scores, and their derivative with respect to the scaled product."""
+    """Masked scores, and the derivative of the scores with respect to the scaled product."""
     dtype = q.dtype
 
     def rounded(x: Array) -> Array:

@@ -48,7 +48,7 @@ def _rng() -> np.random.Generator:
 
 
 def _attend(requested: dict[str, Any], dims: Dims, lengths: tuple[int, int]) -> None:
-    """Forward, backward, deterministic backward."""
+    """Forward, default backward and deterministic backward."""
     rng = _rng()
     q = random(rng, (1, lengths[0], 2, dims[0]), "bfloat16")
     k = random(rng, (1, lengths[1], 1, dims[0]), "bfloat16")
@@ -61,7 +61,7 @@ def _attend(requested: dict[str, Any], dims: Dims, lengths: tuple[int, int]) -> 
 
 
 def plain(*widths: Dims) -> None:
-    """With and without a causal mask, more queries and more keys."""
+    """With and without a causal mask; more keys than queries, and more queries than keys."""
     for dims, lengths, causal in itertools.product(widths, LENGTHS, (False, True)):
         _attend({"causal": causal}, dims, lengths)
 
@@ -72,7 +72,8 @@ def with_options(dims: Dims, names: tuple[str, ...]) -> None:
 
 
 def gradients_side_by_side() -> None:
-    """The backward with rope, into slices of one array: kernels that rotate, and partial sums."""
+    """The backward with rope, into slices of one array. Four query heads per KV head produce
+    partial sums, which a separate launch adds and rotates; other shapes need no such launch."""
     for width, heads, seq_len in ((64, (2, 2), 200), (128, (2, 2), 200), (64, (4, 1), 70)):
         arrays = inputs_of(_rng(), (seq_len, seq_len), heads, width)
         q, k, v, grad_out = to_device("gpu", *arrays)
@@ -156,7 +157,7 @@ def two_requests(rng: np.random.Generator, packed: bool) -> tuple[Any, dict[str,
 
 
 def paged_codes(codes: Any, packed: bool = False) -> None:
-    """The same over 8-bit caches, with one scale per key and head."""
+    """paged_attention over 8-bit caches, with one scale per key and head."""
     rng = _rng()
     q, given = two_requests(rng, packed)
     storage = rng.integers(0, 100, (30, 16, 2, 128)).astype(np.int8).view(codes.storage_dtype)
@@ -171,7 +172,7 @@ def paged_codes(codes: Any, packed: bool = False) -> None:
 
 
 def paged_groups(packed: bool = False) -> None:
-    """The same over int4, with groups that end within the last block."""
+    """paged_attention over int4 caches; the last key is within a group of a partly filled block."""
     rng = _rng()
     q, given = two_requests(rng, packed)
     storage = rng.integers(0, 256, (6, 128, 2, 64)).astype(np.uint8)
@@ -189,7 +190,7 @@ def paged_groups(packed: bool = False) -> None:
 
 
 def recent_groups(packed_queries: bool = False) -> None:
-    """Keys in ring buffers are packed to int4, then both formats are read."""
+    """Keys in ring buffers are packed to int4; paged_attention then reads both formats."""
     rng = _rng()
     q, given = two_requests(rng, packed_queries)
     k, v = (random(rng, (2, 128, 2, 128), "bfloat16") for _ in range(2))
@@ -213,7 +214,7 @@ def recent_groups(packed_queries: bool = False) -> None:
 
 
 def append(codes: Any) -> None:
-    """Rows of a cache, some of them skipped, with rotated queries; an odd number of heads."""
+    """append_kv to a cache, with skipped rows, rotated queries and an odd number of heads."""
     rng = _rng()
     q, k, v = (random(rng, (9, heads, 80), "bfloat16") for heads in (3, 2, 2))
     slots, positions = np.arange(-1, 17, 2), np.arange(9, dtype=np.int32)
@@ -232,7 +233,7 @@ def append(codes: Any) -> None:
 
 
 def prefill(head_dim: int, block_size: int, **options: Any) -> None:
-    """Prompts, a chunk, decode steps and empty requests, on both kernels of mixed batches."""
+    """A mixed batch (prompts, a chunk, decode steps and empty requests), which runs two kernels."""
     rng = _rng()
     counts = [150, 70, 0, 1, 1, 6, 0, 2]
     lengths = np.array([150, 300, 20, 210, 1, 80, 0, 33], np.int32)
@@ -274,7 +275,7 @@ def latents(heads: int, seq_q: int, coded: bool = False) -> None:
 
 
 def divergence(dims: Dims) -> None:
-    """The attention KL with and without known lse, both backwards; varlen."""
+    """attention_kl with and without given lse, atomic and deterministic backward; varlen."""
     rng = _rng()
     q_t, k_t, q_s, k_s = (
         random(rng, (1, length, heads, width), "bfloat16")
@@ -303,7 +304,7 @@ def divergence(dims: Dims) -> None:
 
 
 def indexer(dims: Dims) -> None:
-    """The indexer KL over all keys and selected ones; varlen."""
+    """indexer_kl over all keys and over selected keys; varlen."""
     rng = _rng()
     q_t, k_t, q_s, k_s = (
         random(rng, shape, "bfloat16")
@@ -339,7 +340,7 @@ _NAMES = tuple(OPTIONS)
 
 
 def _of_class(name: str) -> dict[str, Group]:
-    """Runs the cases with the kernels of one class."""
+    """The groups that run with the kernels of one class."""
 
     def group(run: Callable[..., None], *arguments: Any, **marks: bool) -> Group:
         return Group(partial(_as_class, name, partial(run, *arguments)), **marks)

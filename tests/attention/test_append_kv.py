@@ -17,7 +17,7 @@ from tests.quick_run import emulated
 
 CODES: dict[str, Any] = {"": None, "int8": ck.int8, "float8_e4m3": ck.float8_e4m3}
 STEP = {"int8": 1 / 127, "float8_e4m3": 1 / 14}
-"""Distance of neighbouring codes, relative to the largest value of a row."""
+"""Largest distance between adjacent codes, relative to the largest value of a row."""
 
 
 class Step:
@@ -148,7 +148,8 @@ def test_rotated_rows(
 
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3"])
 def test_codes_equal_those_of_quantize(device: str, codes: str) -> None:
-    """Bit for bit, with rows of zeros, of tiny values and with infinities."""
+    """Bit for bit, for rows of zeros and of tiny values. Rows with an infinity or NaN have the same
+    scales, but any codes."""
     xp = pytest.importorskip("cupy") if device == "gpu" else np
     host = np.asarray if xp is np else xp.asnumpy
     new = np.random.default_rng(0).standard_normal((6, 2, 64)).astype(float16)
@@ -176,7 +177,7 @@ def test_codes_equal_those_of_quantize(device: str, codes: str) -> None:
 
 
 def test_a_step_of_the_manager(device: str) -> None:
-    """Queries rotated in place; paged_attention then reads the whole sequence."""
+    """Queries are rotated in place; paged_attention then reads the whole sequence."""
     cache = ck.KVCacheManager(16, 4, num_heads_kv=2, head_dim=64)
     xp = namespace(cache.slab.array)
     if (device == "gpu") != (xp is not np):
@@ -206,7 +207,8 @@ def test_a_step_of_the_manager(device: str) -> None:
 
 @pytest.mark.parametrize("codes", ["int8", "float8_e4m3"])
 def test_codes_in_the_managers_slab(device: str, codes: str) -> None:
-    """Codes are written, swapped out and back, shared by a fork that appends, and attended to."""
+    """Codes are shared with a fork that appends a token and is swapped out and back; then
+    paged_attention reads them."""
     cache = ck.KVCacheManager(8, 4, num_layers=2, num_heads_kv=2, head_dim=64, dtype=CODES[codes])
     xp = namespace(cache.slab.array)
     if (device == "gpu") != (xp is not np):

@@ -50,7 +50,10 @@ def wide(*arrays):
 
 
 def check(device, arrays, ways=("none", "both", "teacher", "student", "precise"), **options):
-    """Compares rows, lse and gradients with float64, for all combinations of given lse."""
+    """Compares rows, lse and gradients with float64.
+
+    ways: which log-sum-exps of the models are given to attention_kl, or `precise`.
+    """
     exact = wide(*arrays)
     exact_options = {name: widened(value) for name, value in options.items()}
     rows, lse_t, lse_s = reference.attention_kl(
@@ -89,7 +92,7 @@ def check(device, arrays, ways=("none", "both", "teacher", "student", "precise")
             ("grad_q", "grad_k"), gradients, low, expected, scale, strict=True
         ):
             assert gradient.dtype == arrays[2].dtype
-            # Relative to the largest, because a mean over many rows is small.
+            # Relative to the largest element: the gradient of a mean over many rows is small.
             assert_close(
                 f"{name} (deterministic={deterministic})",
                 to_host(gradient).astype(np.float64) / size,
@@ -123,7 +126,7 @@ def test_head_dims(place, rng, dims, dtype, causal):
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (128, 64), (72, 128), (256, 192)])
 @emulated(lambda dims, mask: mask == "all" or dims == (64, 64))
 def test_class_sm90(device, rng, dims, mask):
-    """The planned class: persistent blocks that process several tiles, through every stage."""
+    """The planned class: persistent blocks process several tiles and use every pipeline stage."""
     lengths = (700, 400) if device == "gpu" else (330, 150)
     ways = ("none", "both", "precise") if device == "gpu" else ("both",)
     check(device, inputs_of(rng, ((4, 1), (2, 2)), dims, lengths), ways, **MASKS[mask])

@@ -50,7 +50,7 @@ def need(gib):
 
 
 def nans(shape, dtype=BFLOAT16):
-    """An array on the GPU full of NaN."""
+    """An array on the GPU, filled with NaN."""
     import cupy
 
     array = cupy.empty(shape, dtype)

@@ -57,7 +57,7 @@ def _placed(device, value):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_blocks_of_128(device, rng, head_dim):
-    """Unmasked and fully masked tiles (except at head_dim 256), different for each head."""
+    """Tiles are unmasked or fully masked (except at head_dim 256), different for each head."""
     size = (128, 128)
     check(device, inputs_of(rng, (300, 520), (2, 1), head_dim, size, 0.4, mask_heads=2), size)
 

@@ -50,7 +50,7 @@ class SharedCache(Cache):
         got = host(out)[used].astype(np.float64)
         assert host(again)[used].tobytes() == host(out)[used].tobytes()
         assert namespace(out) is xp
-        # P, the output of each pass, and the merged output are rounded.
+        # Probabilities, the output of each pass, and the merged output are rounded.
         bound = 3.0 * ROUNDING[np.dtype(self.q.dtype)] * (np.abs(want).max(initial=0) + 0.1)
         assert np.isfinite(got).all()
         assert np.abs(got - want[used]).max(initial=0) <= bound
@@ -69,7 +69,8 @@ def shared(device: str, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("seq_q", [1, 3])
 @emulated(lambda dtype, block_size, seq_q: (dtype == float16) == (block_size in (7, 64)))
 def test_one_prefix(shared: str, dtype: Any, block_size: int, seq_q: int) -> None:
-    """Shuffled blocks, unequal lengths, suffixes of only the queries, a request of length 0."""
+    """Shuffled blocks, unequal lengths, suffixes with only the keys of the queries, a request of
+    length 0."""
     keys = -(-90 // block_size) * block_size
     lengths = [keys + seq_q, keys + 40, 0, keys + 7, keys + 65, keys + seq_q]
     cache = SharedCache(
@@ -127,7 +128,7 @@ def test_out_may_be_strided(shared: str) -> None:
 
 
 def test_equals_paged_attention_without_separate_passes(device: str) -> None:
-    """Bitwise equal if no prefix is worth a separate pass."""
+    """Bitwise equal if the plan has no separate pass for a prefix."""
     xp = array_module(device)
     cache = SharedCache([90, 100, 66], ((64, 3),))
     arrays = [xp.asarray(a) for a in (cache.q, cache.k, cache.v, cache.table, cache.lengths)]

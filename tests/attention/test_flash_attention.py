@@ -98,7 +98,7 @@ def test_reference_equals_a_softmax_written_out(rng):
 
 
 def test_rows_without_keys(device, rng):
-    """Bottom-right alignment: the first 5 of 8 queries have none of 3 keys."""
+    """Bottom-right alignment: the first 5 of 8 queries attend to none of the 3 keys."""
     q, k, v, grad_out = to_device(
         device, *inputs_of(rng, (8, 3), (2, 2), 64, batch=2, dtype="float16")
     )
@@ -136,7 +136,7 @@ def test_empty_sequences(device, rng, lengths):
 
 
 def test_large_scores_do_not_overflow(device, rng):
-    """Maxima that grow from tile to tile, far beyond the range of exp."""
+    """Row maxima that change from tile to tile and are far beyond the range of exp."""
     q, k, v, _ = inputs_of(rng, (130, 700), (1, 1), 64, dtype="bfloat16")
     k = (k * np.linspace(100, 0.01, 700)[None, :, None, None]).astype(k.dtype)
     check_forward(device, q, k, v, {})
@@ -199,7 +199,7 @@ def test_reruns_are_bitwise_equal(rng, heads):
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits(rng):
-    """A view with a batch stride of more than 2^31 elements."""
+    """A view with a batch stride of 2^31 elements."""
     import cupy
 
     room = cupy.zeros((1 << 31) + (1 << 20), dtype=np.float16)

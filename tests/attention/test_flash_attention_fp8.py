@@ -42,13 +42,13 @@ PRECISE = 3e-3
 SEQUENCES = 3e-2
 """Error with probabilities rounded to FP8: 2.7e-2 for values of both signs."""
 FACTOR = 1.15
-"""Bound of the ratio of the kernel's error to that of `attention_with_rounding`. Both sum unrounded
-probabilities; only the power of two that scales them differs."""
+"""Bound of the kernel's error divided by that of `attention_with_rounding`. Both sum unrounded
+probabilities; only the power of two that scales the probabilities differs."""
 
 
 @pytest.fixture
 def hopper(device) -> Iterator[str]:
-    """The `device`; the emulator as a Hopper GPU, the only one with an FP8 kernel."""
+    """As `device`; the emulator is a Hopper GPU, because only Hopper has an FP8 kernel."""
     if device != "emulator":
         yield device
         return
@@ -178,7 +178,7 @@ def test_ragged_lengths_on_the_gpu(rng, lengths, head_dim, causal, heads):
 @pytest.mark.parametrize("lengths", [(70, 333), *LONG])
 @emulated(lambda lengths, head_dim, causal: lengths == (70, 333) and causal != (head_dim < 128))
 def test_precise(hopper, rng, lengths, head_dim, causal):
-    """V is widened by each block or, from nine query tiles on, by a separate kernel."""
+    """Each block widens V or, if more than eight query tiles read V, a separate kernel does."""
     if hopper == "cpu" and lengths != (70, 333):
         pytest.skip("slow: the CPU would compute both results")
     for heads in (2, 10) if head_dim == 64 else (2,) if head_dim == 80 else (10,):
@@ -194,8 +194,8 @@ def test_padded_heads(hopper, rng, head_dim):
 @pytest.mark.parametrize("precise", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(hopper, rng, name, precise):
-    """Per-score options, with V prepared by each block and, for ten heads per KV head, by a
-    separate kernel."""
+    """For windows and sinks, each block prepares V or, with ten heads per KV head, a separate
+    kernel does; for per-score options, always the separate kernel."""
     if hopper == "emulator" and precise and name not in ("causal window, sinks", "everything"):
         pytest.skip("precise changes only the product with V")
     shapes = [((70, 333), (2, 1), 64)]
@@ -229,7 +229,7 @@ def test_head_dims_of_values_may_differ(hopper, rng, widths):
 @pytest.mark.parametrize("group", [1, 9])
 def test_sequences(hopper, rng, group, requested, precise):
     """Packed sequences, some without queries, without keys, or both. Keys and values of sequences
-    without queries are NaN; tiles of other sequences overlap them."""
+    without queries are NaN; tiles of adjacent sequences include some of these rows."""
     if hopper == "emulator" and precise and not requested:
         pytest.skip("precise changes only the product with V")
     lengths_q, lengths_kv = [30, 0, 110, 64, 0, 1, 0], [100, 41, 0, 230, 0, 7, 60]
@@ -367,7 +367,7 @@ def test_reruns_are_bitwise_equal(hopper, rng, causal, precise):
 
 
 def test_unsupported_head_dims_are_decoded(hopper, rng):
-    """TMA needs rows of a multiple of 16 bytes; these have 24."""
+    """TMA needs rows of a multiple of 16 bytes; these rows have 24 bytes."""
     check(hopper, random_heads(rng, (30, 40), (2, 1), 24), True)
 
 

@@ -13,7 +13,8 @@ from tests.quick_run import emulated
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_process_several_tiles(device, rng, causal):
-    """140 query tiles, more than SMs, with three key tiles each, so that pipelines wrap around."""
+    """140 query tiles, more than there are SMs, with several key tiles each, so that pipelines wrap
+    around."""
     check_forward(device, *inputs_of(rng, (20, 300), (70, 70), 64, batch=2)[:3], {"causal": causal})
 
 

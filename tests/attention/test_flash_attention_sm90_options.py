@@ -32,7 +32,7 @@ EMULATED = ("window", "causal window, sinks", "bias, mask", "bias of aligned row
 @pytest.mark.parametrize("name", EVERY_OPTION)
 @emulated(lambda name, head_dim: name in EMULATED and head_dim != 256)
 def test_options(sm90_device, rng, name, head_dim):
-    """Lengths that are not multiples of the tiles, and masks that end before the last key."""
+    """Lengths are not multiples of the tiles; bias and mask end within the last tile."""
     lengths = (70, 304) if sm90_device == "emulator" else (300, 528)
     heads, batch = ((2, 1), 1) if sm90_device == "emulator" else ((4, 2), 2)
     q, k, v, _ = inputs_of(rng, lengths, heads, head_dim, batch=batch)
@@ -149,7 +149,7 @@ def test_nan_in_a_neighbouring_sequence_is_ignored(sm90_device, rng):
 
 @pytest.mark.parametrize("lengths", [((0, 0), (3, 2)), ((3, 2), (0, 0)), ((0, 0), (0, 0))])
 def test_all_sequences_empty(sm90_device, rng, lengths):
-    """Only empty queries or keys, although max_seqlen is above 0."""
+    """No sequence has queries, or none has keys, although max_seqlen is above 0."""
     ends = [np.cumsum([0, *each]).astype(np.int32) for each in lengths]
     q, k = (random(rng, (int(each[-1]), 2, 64), "bfloat16") for each in ends)
     q, k, *ends = to_device(sm90_device, q, k, *ends)
@@ -169,7 +169,8 @@ def test_all_sequences_empty(sm90_device, rng, lengths):
 
 
 def test_memory_between_output_rows_is_unchanged(sm90_device, rng):
-    """Rows of the next sequence, and columns beyond head_dim, are not written."""
+    """Rows after the last sequence, and other heads of the array that contains `out`, are not
+    written."""
     (q, k, v), lengths = sequences_of(rng, (2, 1), 64)
     ends = to_device(sm90_device, lengths.pop("cu_seqlens_q"), lengths.pop("cu_seqlens_kv"))
     wide = poisoned(sm90_device, (q.shape[0] + 40, 6, 64), "bfloat16")

@@ -1,4 +1,4 @@
-"""Class sm90 of the backward: many tiles, GQA, layouts, coverage."""
+"""The backward kernels of class sm90: many tiles, GQA, layouts, and which calls they support."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_long_tiles_of_queries_with_a_causal_mask(device, rng, long_tiles, deter
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_blocks_take_turns(device, rng, head_dim, causal):
-    """Key blocks add to dQ one after another, for two heads."""
+    """The blocks of different key tiles add to dQ in a fixed order, for two heads."""
     check_backward(
         device,
         *inputs_of(rng, (150, 270), (2, 1), head_dim),
@@ -72,7 +72,7 @@ def test_late_completion(late_emulator, rng, head_dim):
 
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_queries_without_keys_get_zeros(device, rng, head_dim):
-    """No block accumulates into their dQ tiles, which are not zero-filled."""
+    """No block adds to the dQ tiles of these queries, and the tiles are not zero-filled before."""
     q, k, v, grad_out = inputs_of(rng, (400, 100), (1, 1), head_dim)
     placed = to_device(device, grad_out, q, k, v)
     out, lse = flash_attention(*placed[1:], causal=True, return_lse=True)
@@ -120,7 +120,7 @@ def test_strided_inputs_are_read_in_place(device, rng, head_dim):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_are_the_same_bits_each_time(rng, head_dim, causal, deterministic):
-    """grad_k and grad_v in every call."""
+    """grad_k and grad_v always, grad_q only if deterministic."""
     q, k, v, grad_out = to_device("gpu", *inputs_of(rng, (1777, 1600), (8, 2), head_dim, batch=2))
     out, lse = flash_attention(q, k, v, causal=causal, return_lse=True)
     first = None

@@ -23,7 +23,7 @@ EVERY_OPTION: dict[str, dict[str, Any]] = {
     "bias of floats, softcap": {"bias": "hqk", "bias_dtype": "float32", "softcap": 2.0},
     "mask causal": {"causal": True, "mask": "bk"},
 }
-# The main difference: whether blocks add to dQ in a fixed order.
+# Cases of the emulator, and whether they are deterministic: blocks add to dQ in a fixed order.
 EMULATED = {
     ("window, sinks", 64): True,
     ("window causal", 128): False,
@@ -59,7 +59,7 @@ WIDTHS = [(96, 96), (192, 128), (64, 256), (128, 64), (40, 72), (192, 192), (8, 
 @pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS)
 @emulated(lambda head_dim, value_dim: (head_dim, value_dim) in WIDTHS[:3])
 def test_widths(sm90_device, rng, head_dim, value_dim):
-    """Padding columns that are skipped, and the columns of each warpgroup."""
+    """Padding columns are skipped; warpgroups divide the columns."""
     if sm90_device == "emulator":
         lengths, heads, ways = (150, 150), (2, 1), (head_dim == 192,)
     else:
@@ -110,7 +110,7 @@ def test_sequences_of_any_lengths(sm90_device, rng, head_dim, name, deterministi
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @emulated(lambda head_dim: head_dim == 64)
 def test_nan_in_a_neighbouring_sequence_is_ignored(sm90_device, rng, head_dim):
-    """Its rows are in the last tiles of the preceding sequence, multiplied by zeros."""
+    """The last tiles of a sequence include rows of the next sequence, multiplied by zeros."""
     lengths = [20, 25, 15, 140, 9], [20, 25, 15, 40, 200]
     arrays, where = sequences_of(rng, lengths, (2, 1), head_dim)
     broken = [x.copy() for x in arrays]

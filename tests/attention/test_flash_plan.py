@@ -1,4 +1,4 @@
-"""Plans of attention: pure, for every architecture, without a GPU."""
+"""Plans of attention, which are pure functions: for every architecture, without a GPU."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_every_tiling_is_chosen_on_some_architecture(tilings, width):
 
 @pytest.mark.parametrize("arch", TYPICAL_DEVICES)
 def test_heads_of_k_and_v_may_differ(arch):
-    """Every pair of widths has tilings that fit, whose warps split columns by powers of two."""
+    """Every pair of widths has tilings that fit. If several warps divide the columns, each has a
+    power of two."""
     device = TYPICAL_DEVICES[arch]
     pairs = product((8, 64, 72, 128, 192, 256), repeat=2)
     options = ({}, {"varlen": True}, {"bias": "bfloat16"})
@@ -115,7 +116,7 @@ def test_options_become_macros():
 
 
 def test_scratch_has_whole_tiles_for_every_sequence():
-    """Sequence b starts at tile cu_seqlens[b] // tile + b: no two of any lengths overlap."""
+    """Sequence b starts at tile cu_seqlens[b] // tile + b, so that sequences never share a tile."""
     rng = np.random.default_rng(3)
     for _ in range(50):
         lengths = rng.integers(0, 200, 7) * (rng.random(7) < 0.7)
@@ -133,7 +134,7 @@ def test_scratch_has_whole_tiles_for_every_sequence():
 
 @pytest.mark.parametrize("width", KEY_WIDTHS)
 def test_warps_of_a_key_tiling_split_whole_blocks(width):
-    """The equations that the kernel asserts, and the column ranges that its swizzle supports."""
+    """The conditions that the kernel asserts, and the column ranges that its swizzle supports."""
     for tiling in KEY_TILINGS[width]:
         for rows, cols, along in (
             (tiling.tile_m, tiling.tile_n, tiling.score_warps),
@@ -201,7 +202,8 @@ def test_groups_are_split_only_to_fill_the_gpu():
 
 
 def test_raster_groups():
-    """As many heads as fit in half of L2; more where their tiles are too few to fill the GPU."""
+    """A group has the heads that fit in half of L2, or more: if their tiles are too few to fill the
+    GPU and enough blocks share the reads of a head."""
     half = H200.l2_bytes // 2
     assert choose_raster_group(64, 8, half // 16, 264, H200) == 16
     assert choose_raster_group(64, 8, half // 15, 264, H200) == 16, "groups of equal size"
@@ -225,7 +227,7 @@ def test_layouts_that_tensor_maps_support():
 
 def test_at_lengths_equals_replacing_the_fields():
     problem = AttentionProblem(2, 1024, 2048, 8, 2, 128, "bfloat16", True, varlen=True)
-    assert problem.features  # cached already, and independent of lengths
+    assert problem.features  # cached before at_lengths; independent of lengths
     config = plan_flash_attention_backward(problem, False, typical_device("sm_80"))
     there = replace(problem, seq_len_q=1000, seq_len_kv=2000)
     assert problem.at_lengths(1000, 2000) == there

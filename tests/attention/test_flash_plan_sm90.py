@@ -42,7 +42,7 @@ def test_tilings_of_warpgroups_fit_an_sm(widths):
         later = (at_start * (tiling.consumers + 1) - 40) // tiling.consumers // 8 * 8
         assert later >= (widths[1] + 1.5 * tiling.tile_n) / 2
         assert later <= 255
-        assert tiling.tile_n * 128 % 1024 == 0, "parts of whole periods of the swizzle"
+        assert tiling.tile_n * 128 % 1024 == 0, "whole swizzle periods per 64 columns"
 
 
 @pytest.mark.parametrize("value_dim", EVERY_WIDTH)
@@ -130,7 +130,7 @@ def plan_sequences(device, lengths_q, lengths_kv, heads, tile_m=128):
 @emulated(lambda count: count <= 1024)
 def test_every_sequence_is_scheduled_once_longest_first(device, rng, count):
     if device == "cpu":
-        pytest.skip("the order is made by a kernel")
+        pytest.skip("a kernel computes the order")
     lengths_q = rng.integers(0, 700, count)
     lengths_kv = np.exp(rng.uniform(0, 9.7, count)).astype(int)
     starts, order = plan_sequences(device, lengths_q, lengths_kv, heads=3)
@@ -140,7 +140,7 @@ def test_every_sequence_is_scheduled_once_longest_first(device, rng, count):
     assert starts[0] == 0
     sorted_lengths = lengths_kv[order]
     bucket = max(lengths_kv) / 1023
-    assert (np.diff(sorted_lengths) <= bucket + 1).all(), "longer ones first, but for a bucket"
+    assert (np.diff(sorted_lengths) <= bucket + 1).all(), "longest first, except within a bucket"
 
 
 def test_lengths_round_up_in_small_steps():

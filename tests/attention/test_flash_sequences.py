@@ -80,8 +80,9 @@ def test_sequences_of_any_lengths(place, rng, name, causal):
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (72, 40)])
 def test_tiles_wider_than_the_heads(device, rng, head_dim, value_dim):
-    """Boxes wholly beyond the last column are not loaded: TMA would access the base address of the
-    map, outside the array. A GPU faults if that is unmapped; the emulator always reports it."""
+    """TMA boxes wholly beyond the last column are not loaded: TMA would access the base address of
+    the tensor map, which may be outside the array. A GPU faults if that address is unmapped; the
+    emulator always reports the access."""
     lengths = ([5, 0, 70, 130], [9, 4, 135, 140])
     check_sequences(device, rng, {"causal": True}, lengths, (2, 1), head_dim, value_dim, room=5)
 
@@ -107,7 +108,7 @@ def test_many_sequences(gpu, rng, head_dim, value_dim, name):
 
 
 def test_sequences_are_independent(place, rng):
-    """NaN in the keys and values of one sequence does not affect another."""
+    """NaN in the keys and values of one sequence does not affect the other sequences."""
     ends = np.array([0, 20, 45, 60], np.int32)
     q, k, v, grad_out = (random(rng, (60, 2, 64), "bfloat16") for _ in range(4))
     options = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 25, "max_seqlen_kv": 25}

@@ -1,4 +1,4 @@
-"""Every tiling of class sm90's forward, with keys that only some warpgroups need."""
+"""Every tiling of class sm90's forward, with keys that are masked for some warpgroups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TILINGS = [
 
 @pytest.fixture
 def force(monkeypatch):
-    """Replaces the plan of attention by a given tiling with three blocks."""
+    """Replaces the plan of attention by a given tiling and three thread blocks."""
 
     def choose(tiling):
         monkeypatch.setattr(
@@ -66,7 +66,8 @@ def check(device, force, rng, tiling, widths, lengths, options):
 
 @pytest.mark.parametrize(("widths", "tiling"), TILINGS)
 def test_warpgroups_stop_at_their_last_visible_key(sm90_device, force, rng, widths, tiling):
-    """Eight query tiles for three blocks, two of them with a warpgroup without queries."""
+    """Eight query tiles for three thread blocks; the last query tile of each of the two heads has
+    at least one warpgroup without queries."""
     rows = 3 * tiling.tile_m + tiling.tile_m // 2 - 10
     check(sm90_device, force, rng, tiling, widths, (rows, rows + 30), {"causal": True})
 

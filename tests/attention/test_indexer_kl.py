@@ -77,7 +77,7 @@ def check(device, arrays, **options):
         ("grad_q", "grad_k", "grad_weights"), gradients, plain, expected, arrays[3:], strict=True
     ):
         assert got.dtype == like.dtype
-        # Relative to the largest, because a mean over many rows is small.
+        # Relative to the largest element: the gradient of a mean over many rows is small.
         size = max(abs(wanted).max(initial=0.0), 1e-3 / rows[0].size)
         assert_close(
             name,
@@ -105,7 +105,7 @@ def test_heads_and_lengths(place, rng, heads, lengths, causal, top_k):
 @pytest.mark.parametrize("dims", DIMS)
 @emulated(lambda dims, dtype: (dtype == "float16") == (dims == (96, 40)))
 def test_head_dims(place, rng, dims, dtype):
-    """Class sm80 in the emulator."""
+    """In the emulator, kernels of class sm80."""
     lengths = (150, 215) if place == "gpu" else (40, 70)
     check(place, inputs_of(rng, (2, 1, 2), dims, lengths, dtype, causal=True), causal=True)
 
@@ -113,7 +113,7 @@ def test_head_dims(place, rng, dims, dtype):
 @pytest.mark.parametrize("dims", DIMS)
 @emulated(lambda dims: dims in ((128, 128), (96, 40), (64, 256)))
 def test_warpgroups(device, rng, dims):
-    """The plan for a Hopper GPU, in the emulator too."""
+    """The kernels for Hopper, in the emulator too."""
     lengths = (150, 280) if device == "gpu" else (70, 140)
     check(device, inputs_of(rng, (2, 1, 2), dims, lengths, causal=True), causal=True)
 

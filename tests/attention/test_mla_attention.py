@@ -100,7 +100,7 @@ class Latents:
         )
         got = host(out).astype(np.float64)
         assert np.isfinite(got).all()
-        # P is rounded to 16 bits, and so is the output.
+        # Probabilities and output are rounded to 16 bits.
         bound = 2 * ROUNDING[np.dtype(self.q.dtype)] * (np.abs(want).max(initial=0) + 0.1)
         assert np.abs(got - want).max(initial=0) <= bound
         empty = np.isneginf(want_lse)
@@ -123,21 +123,22 @@ def test_any_lengths(device: str, dtype: Any, lengths: list[int]) -> None:
 @pytest.mark.parametrize("heads", [1, 16, 24, 64, 128])
 @emulated(lambda heads, seq_q: (heads, seq_q) in ((24, 4), (64, 3), (128, 1)))
 def test_any_heads_and_queries(device: str, heads: int, seq_q: int) -> None:
-    """A tile holds several queries, or a query several tiles; one request has fewer keys."""
+    """A tile holds several queries, or a query spans several tiles; one request has fewer keys than
+    queries."""
     Latents([70, seq_q - 1, 0, 130], heads=heads, seq_q=seq_q).check(device)
 
 
 @pytest.mark.parametrize(("heads", "seq_q"), [(16, 1), (5, 4), (64, 3), (128, 2)])
 @emulated(lambda heads: heads != 128)
 def test_float8_latents(device: str, heads: int, seq_q: int) -> None:
-    """FP8 latents with very different scales of neighbouring tokens; NaN in unused rows; tiles of
-    16, 32 and 64 rows."""
+    """FP8 latents whose scales differ greatly between tokens; NaN in unused rows; tiles of 16, 32
+    and 64 rows."""
     Latents([200, 0, 65, 3], heads=heads, seq_q=seq_q, coded=True).check(device)
 
 
 @pytest.mark.parametrize("outlier", [1e5, 1e-5])
 def test_a_latent_much_larger_or_smaller_than_the_others(device: str, outlier: float) -> None:
-    """Trained models have such a latent at the first token; other latents keep their accuracy."""
+    """Trained models have an outlier at the first token, which must not affect other latents."""
     Latents([150, 70], heads=24, coded=True, outlier=outlier).check(device)
 
 
@@ -147,7 +148,8 @@ def test_queries_of_any_magnitude(device: str, spread: float) -> None:
 
 
 def test_latents_are_encoded(device: str, rng: np.random.Generator) -> None:
-    """Latents within half a step, rotated columns to the nearest bfloat16; exact zeros."""
+    """The error of latents is at most half a step and 0 for zeros; rotated columns are rounded to
+    bfloat16."""
     xp = pytest.importorskip("cupy") if device == "gpu" else np
     rows = rng.standard_normal((5, 2, WIDTH)).astype(np.float32)
     rows[1, 0, :300] = 0
@@ -181,8 +183,8 @@ def test_options(device: str, options: dict[str, Any]) -> None:
 def test_a_few_thread_blocks_share_requests(
     num_blocks: int, heads: int, seq_q: int, coded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shares that start and end within requests or hold whole ones; growing maxima; other thread
-    orders."""
+    """The work of a thread block starts or ends within a request, or includes whole requests; row
+    maxima change often; the order of threads does not matter."""
 
     def planned(*args: Any, **options: Any) -> Any:
         config = plan_mla_attention(*args, **options)
@@ -243,7 +245,8 @@ def test_absorbed_projections_equal_flash_attention_of_the_prompt(device: str) -
 
 
 def test_the_plan() -> None:
-    """Teams divide the tiles of a request and the grid; the merge kernel has enough blocks."""
+    """The team size divides the row tiles of a request and the grid; the merge kernel has enough
+    blocks."""
     h200 = typical_device("sm_90")
     for heads, seq_q, tiles in ((16, 1, 1), (128, 1, 2), (64, 3, 3), (128, 4, 8), (5, 1, 1)):
         config = plan_mla_attention(heads, seq_q, "bfloat16", h200)

@@ -1,4 +1,4 @@
-"""One key among many: low-bit caches find it as often as 16-bit caches."""
+"""Retrieval of one key among many: caches of few bits are as accurate as 16-bit caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_needles_among_few_keys() -> None:
 
 @pytest.mark.gpu
 def test_needles_among_128k_keys() -> None:
-    """Plain FP8 attention misses most of them, because the tensor core accumulates with 14 bits."""
+    """Without promoted accumulators, FP8 attention would miss most of the needles, because tensor
+    cores accumulate FP8 products with about 14 bits."""
     check(131072, 512, 0.75, 0.03)
 
 

@@ -19,7 +19,7 @@ from cukit.errors import ArrayError, ArrayLayoutError, ArrayShapeError, ConfigEr
 from tests.recorder import Recorder
 
 LENGTHS = range(1025, 1400)
-MAX_LOADED = 4  # variants of one kernel: lengths round to one of 1152, 1280, 1408
+MAX_LOADED = 4  # variants of one kernel, at most: lengths round up to 1152, 1280 or 1408
 
 
 @pytest.fixture(params=["sm_90", "sm_80"])
@@ -61,7 +61,7 @@ def test_every_length_has_its_own_launch(recorder):
 
 def test_new_lengths_of_sequences_block_masks_and_float8_load_nothing(recorder):
     if recorder.device.arch != "sm_90":
-        pytest.skip("class sm80 has but one kernel for each")
+        pytest.skip("class sm80 has only one kernel for each call")
     keys = cache()
     flat = keys.reshape(-1, 2, 64)
     codes = cache(np.uint8)
@@ -157,7 +157,8 @@ PAGES = np.zeros((64, 16, 2, 64), ml_dtypes.bfloat16)
 
 
 def paged(batch, rows, columns, packed=False, **options):
-    """A call of `paged_attention` with `rows` queries per request, or packed ones of 3."""
+    """Calls `paged_attention` with `rows` queries per request, packed or not, and a block table of
+    `columns` columns."""
     table, lengths = np.zeros((batch, columns), np.int32), np.ones(batch, np.int32)
     q = np.zeros((batch, rows, 8, 64), PAGES.dtype)
     if packed:
@@ -168,7 +169,7 @@ def paged(batch, rows, columns, packed=False, **options):
 
 @pytest.fixture
 def unchecked_contents(monkeypatch):
-    """Lengths and tables as on the GPU: not compared with the cache."""
+    """Omits the comparison of lengths and tables with the cache, as on the GPU."""
     monkeypatch.setattr(paged_module, "check_contents", lambda *_, **__: None)
 
 
@@ -181,7 +182,7 @@ def test_other_requests_of_a_paged_cache_repeat_neither_plan_nor_check(
     )
     for step in range(1, 40):
         paged(step, 1, 4)  # other requests
-        paged(3, 1, step)  # longer tables
+        paged(3, 1, step)  # other table widths
         paged(3, 100 + step, 4)  # a prefill
         paged(step + 8, 7, 4, packed=True)
     assert 0 < len(checked) <= 6
@@ -207,7 +208,8 @@ def test_launches_over_a_paged_cache_have_the_sizes_of_their_call(recorder, unch
 
 
 def wrong_requests():
-    """Calls that differ from valid ones only in what does not select a plan, and their errors."""
+    """Calls that differ from valid ones only in arguments that do not select a plan, and their
+    errors."""
     q, table, lengths = (
         np.zeros((4, 1, 8, 64), PAGES.dtype), np.zeros((4, 3), np.int32), np.ones(4, np.int32)
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Infinities and NaN propagate to the results that depend on them only; masked ones to none."""
+"""Infinities and NaN affect only the results that depend on them; masked values affect none."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_bias_of_minus_infinity_masks(anywhere, rng, dtype):
 
 @emulated(lambda anywhere: anywhere != "emulator sm_80")
 def test_nan_of_a_query_stays_in_its_row(anywhere, rng):
-    """In grad_k and grad_v it reaches all keys that are visible to the query."""
+    """In grad_k and grad_v, the NaN affects all keys that are visible to the query."""
     q, k, v, grad_out = inputs_of(rng)
     q[0, 7, 1, 3] = np.nan
     check_quietly(anywhere, q, k, v, grad_out)
@@ -83,7 +83,7 @@ def test_a_nonfinite_value_stays_in_its_column(anywhere, rng, value):
 
 
 def test_infinite_scores_are_nan(anywhere, rng):
-    """Infinity minus infinity, only in the row of that query."""
+    """Infinity minus infinity is NaN, only in the row of that query."""
     q, k, v, _ = inputs_of(rng)
     q[0, 9, 0, 2] = np.inf
     with np.errstate(invalid="ignore"):

@@ -22,7 +22,7 @@ from tests.quick_run import emulated
 
 COUNTS = [70, 1, 0, 13, 1, 5, 0, 2, 9, 1]
 LENGTHS = [70, 200, 40, 333, 1, 0, 0, 129, 64, 515]
-"""Whole prompts, a chunk of one, decode steps, requests without queries or without keys."""
+"""Whole prompts, a chunk of a prompt, decode steps, requests without queries or without keys."""
 
 
 def packed(
@@ -87,7 +87,8 @@ def test_tiles_of_every_height(decode: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 7])
 def test_a_few_thread_blocks(decode: str, num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares that begin and end inside problems, and pass over requests without queries."""
+    """The work of a thread block begins and ends within a problem (a request and a KV head), and
+    skips requests without queries."""
     monkeypatch.setattr(
         paged,
         "plan_paged_attention",
@@ -159,7 +160,8 @@ def test_quantised_caches(device: str, codes: str) -> None:
 @pytest.mark.parametrize("window", [None, (40, 0)], ids=str)
 @emulated(lambda block_size, window: (block_size == 7) == (window is None))
 def test_mixed_batches(device: str, block_size: int, window: Any) -> None:
-    """On Hopper requests of up to 8 queries, 16 rows, take one kernel and the others another."""
+    """On Hopper, the decode kernel runs requests of up to 8 queries (16 rows), the forward kernel
+    all others."""
     counts = [*COUNTS[:-2], 8, 9]
     cache, ends = packed(counts, block_size=block_size, dtype=float16)
     cache.check(device, cu_seqlens_q=ends, window_size=window)
@@ -192,7 +194,7 @@ def test_choice_of_separate_decode_steps() -> None:
 
 @pytest.mark.gpu
 def test_a_graph_replays_with_other_numbers_of_queries() -> None:
-    """Requests move from one kernel to the other."""
+    """Replays with other lengths run some requests on the other kernel."""
     import cupy
 
     cache, ends = packed()

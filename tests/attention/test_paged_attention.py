@@ -41,7 +41,7 @@ class Cache:
         hidden: int = 0,
         seed: int = 0,
     ) -> None:
-        """hidden: leading keys of each request that are NaN too."""
+        """hidden: number of leading keys of each request that are NaN too."""
         generator = np.random.default_rng(seed)
         value_dim = value_dim or head_dim
         counts = [-(-length // block_size) for length in lengths]
@@ -88,7 +88,7 @@ class Cache:
         host = (lambda a: a) if xp is np else xp.asnumpy
         assert host(out).tobytes() == host(again).tobytes()
         assert namespace(out) is xp
-        # P is rounded to 16 bits, and so is the output.
+        # Probabilities and output are rounded to 16 bits.
         bound = tolerance * ROUNDING[np.dtype(self.q.dtype)] * (np.abs(want).max(initial=0) + 0.1)
         got = host(out).astype(np.float64)
         assert np.isfinite(got).all()
@@ -151,7 +151,8 @@ def check_codes(
 ) -> None:
     """Scales that differ by up to a factor of 1000; compared with float64 on decoded values.
 
-    With many queries per request, those are rounded to float16. ends: of packed queries.
+    If seq_q is above 1, the decoded values are rounded to float16. ends: cu_seqlens_q of packed
+    queries.
     """
     xp = array_module(device)
     lengths = [70, 2, 0, 129, 700]
@@ -206,8 +207,8 @@ def check_codes(
 def grouped(
     values: Any, axis: int, group_size: int, unused: Any, xp: Any
 ) -> tuple[ck.QuantizedArray, Any]:
-    """An int4 cache (KIVI) of values far from zero, and the decoded values. Scales and zero points
-    of unused rows are NaN if groups are along axis 3."""
+    """An int4 cache (KIVI), and the decoded values. With groups along axis 1, channels are far from
+    zero; with groups along axis 3, scales and zero points of unused rows are NaN."""
     shape = values.shape
     spread = np.random.default_rng(2).uniform(-20, 20, (1, 1, *shape[2:]))
     values = np.nan_to_num(values) + (spread if axis == 1 else 0)
@@ -430,7 +431,7 @@ def test_thread_blocks_of_one_warp(
 @pytest.mark.parametrize("head_dim", [40, 64])
 @emulated(lambda head_dim: True)
 def test_narrow_heads_of_many_problems(device: str, head_dim: int) -> None:
-    """As many problems as SMs."""
+    """More problems (a request and a KV head each) than SMs."""
     lengths = [300, 0, 129, 64, 1] + [7] * 65
     Cache(lengths, heads_q=6, heads_kv=2, head_dim=head_dim).check(device)
 
@@ -514,7 +515,7 @@ def test_values_may_be_narrower(device: str) -> None:
 @pytest.mark.parametrize("length", [1, 1023, 1024, 1025, 5000])
 @emulated(lambda length: length == 1025)
 def test_a_request_does_not_depend_on_the_batch(device: str, length: int) -> None:
-    """Bitwise equal alone and in a batch, at other positions of another cache."""
+    """Bitwise equal alone and in a batch, in other blocks of another cache."""
     xp = array_module(device)
     alone = Cache([length], seed=1)
     among = Cache([7, length, 2600 if device == "gpu" else 70, 0], seed=2)
@@ -534,7 +535,7 @@ def test_a_request_does_not_depend_on_the_batch(device: str, length: int) -> Non
 
 
 def test_a_slab_of_the_manager(device: str) -> None:
-    """Views of a slab with two layers, written at the manager's slots."""
+    """Views of a KVCacheManager's slab with two layers, written at the slots that it assigns."""
     cache = ck.KVCacheManager(32, 16, num_layers=2, num_heads_kv=2, head_dim=64)
     xp = namespace(cache.slab.array)
     if (device == "gpu") != (xp is not np):
@@ -644,16 +645,16 @@ def test_a_graph_replays_with_other_lengths() -> None:
     ("num_blocks", "lengths", "heads_q"),
     [
         *((blocks, [500, 3, 150, 0, 70], 6) for blocks in (1, 2, 5)),
-        (5, [500, 3, 150, 0, 70], 24),  # rows for which pieces are merged two columns at a time
-        (2, [128] * 17, 6),  # equal: nine whole problems each, of two tiles, instead of 17 tiles
-        (7, [1088] * 3, 6),  # half a problem each, nine tiles instead of eight
-        (9, [1088] * 5, 24),  # nothing to round: 10 tiles each
+        (5, [500, 3, 150, 0, 70], 24),  # rows for which partial results merge in column pairs
+        (2, [128] * 17, 6),  # rounded up from 17 tiles to nine whole problems of two tiles
+        (7, [1088] * 3, 6),  # rounded up from eight tiles to nine, half a problem
+        (9, [1088] * 5, 24),  # not rounded: 10 tiles
     ],
 )
 def test_a_few_thread_blocks_share_problems(
     num_blocks: int, lengths: list[int], heads_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Thread blocks that start or end within a problem, or process whole ones."""
+    """The work of a thread block starts or ends within a problem, or includes whole problems."""
     monkeypatch.setattr(paged, "plan_paged_attention", partial(_with_blocks, 2 * num_blocks))
     with ck.backend("emulator"):
         Cache(lengths, heads_q=heads_q, heads_kv=2).check("emulator")
@@ -661,7 +662,7 @@ def test_a_few_thread_blocks_share_problems(
 
 @pytest.mark.usefixtures("replanned")
 def test_shares_of_equal_requests_are_whole_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two teams as with one, no problem is split: bitwise the same result."""
+    """Neither one team nor two teams split a problem, so both give bitwise the same result."""
     cache = Cache([128] * 17, heads_q=6, heads_kv=2)
     arrays = cache.q, cache.k, cache.v, cache.table, cache.lengths
     results = []

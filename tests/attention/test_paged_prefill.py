@@ -49,7 +49,7 @@ def prefill(device: str, replanned: None, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 def copied_cache(prefill: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """`prefill`, with a copy of the cache for every call, of at most three requests at once."""
+    """`prefill`; every call first copies the keys and values of up to three requests at a time."""
     monkeypatch.setattr(_paged_gather, "prefers_gather", lambda *_, **__: True)
     monkeypatch.setattr(_paged_gather, "_MAX_REQUESTS", 3)
     return prefill
@@ -123,7 +123,7 @@ def test_packed_queries(prefill: str, block_size: int, window: Any) -> None:
 def test_a_thread_block_processes_tiles_of_a_window_one_after_the_other(
     prefill: str, monkeypatch: pytest.MonkeyPatch, heads_q: int
 ) -> None:
-    """The window of each tile of queries begins at another key of the same tile of keys."""
+    """The window of each query tile begins at a different key within its first key tile."""
     monkeypatch.setattr(PagedForwardConfig, "grid", lambda *_: 1)
     cache = Cache([384], heads_q=heads_q, heads_kv=1, head_dim=64, seq_q=384)
     cache.check(prefill, window_size=(100, 0))
@@ -335,7 +335,7 @@ def test_choice_of_the_kernel() -> None:
 
 
 def test_choice_of_caches_to_copy() -> None:
-    """Where the saved time of the forward exceeds that of the copy: as measured
+    """The cache is copied if the copy saves more time in the forward than it takes, as measured
     (profiling/notes/paged_prefill.md)."""
 
     def prefers(batch: int, seq_q: int, block_size: int, **changes: Any) -> bool:
@@ -366,7 +366,7 @@ def test_choice_of_caches_to_copy() -> None:
     assert prefers(2, 8192, 16, head_dim=96)
     assert prefers(2, 8192, 16, head_dim=192)
     assert prefers(1, 8 * 2048 * 8, 1, varlen=True)
-    assert not prefers(512, 512, 1, varlen=True), "a query per request"
+    assert not prefers(512, 512, 1, varlen=True), "one query per request"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""PagedAttention: the same bits as paged_attention, with its own memory."""
+"""PagedAttention: the same bits as paged_attention, with scratch memory of its own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def steps(device: str, cache: Cache, **options: Any) -> ck.PagedAttention:
     ids=str,
 )
 def test_steps_are_bitwise_equal_to_single_calls(device: str, options: dict[str, Any]) -> None:
-    """Different requests in each step, tables on host and device, one and two queries."""
+    """Different requests in each step, tables on host and device, one and two queries each."""
     xp = array_module(device)
     cache = Cache([90, 0, 200, 7], seq_q=2, heads_q=4, heads_kv=2)
     attention = steps(device, cache, **options)
@@ -67,7 +67,7 @@ def no_allocations(device: str) -> Iterator[None]:
                 yield
             return
         if device == "emulator":
-            patch.setattr(type(backend.active), "poison", refused)  # what empty() calls
+            patch.setattr(type(backend.active), "poison", refused)  # empty() calls it
             patch.setattr(paged, "zero_counters", refused)
         yield
 
@@ -76,7 +76,7 @@ KERNELS = ("decode", "forward", "copy")
 
 
 def choose(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes one of KERNELS serve every call."""
+    """Makes every call run `kernel`, one of KERNELS."""
     if device != "cpu" and kernel != "decode" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
     monkeypatch.setattr(_paged_prefill, "prefers_prefill", lambda *_, **__: kernel != "decode")
@@ -90,8 +90,8 @@ def choose(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_allocate_nothing(
     device: str, kernel: str, seq_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For any number of queries and requests. With one query, four requests are processed by
-    clusters, one request by more thread blocks with partial results."""
+    """For different numbers of queries and requests. With one query each, four requests run on
+    clusters, and one request is split across more thread blocks, with partial results."""
     choose(kernel, device, monkeypatch)
     xp = array_module(device)
     cache = Cache([90, 300, 200, 7], seq_q=seq_q, heads_q=8, heads_kv=2)
@@ -108,7 +108,7 @@ def test_runs_allocate_nothing(
 
 
 def test_layers_of_several_formats_share_their_scratch_memory(device: str) -> None:
-    """An int8 layer needs more than one of 16 bits. All of it is allocated by `plan`."""
+    """An int8 layer needs more scratch memory than a 16-bit layer; `plan` allocates all of it."""
     cache = Cache([90, 300, 200, 7] * 4, heads_q=8, heads_kv=2)
     narrow = [ck.quantize(each.astype(np.float32), ck.int8) for each in (cache.k, cache.v)]
     if device == "gpu":
@@ -151,7 +151,7 @@ def test_copies_are_freed_by_a_plan_of_other_queries(
 
 
 class Memory:
-    """Scratch memory on the CPU, with a stream and a capture of the test's choice."""
+    """Scratch memory on the CPU; the test sets the current stream and whether it is captured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.scratch = _paged_arguments.PagedScratch()
@@ -197,7 +197,8 @@ def test_memory_of_graphs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_another_stream_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work on the stream where it was allocated might get it before this stream's work ends."""
+    """If freed, it could be reused on the stream where it was allocated, while work of the current
+    stream still accesses it."""
     memory = Memory(monkeypatch)
     first = memory.take(5)
     memory.stream = 2
@@ -274,8 +275,8 @@ def test_invalid_arguments_are_rejected() -> None:
 def test_a_graph_of_runs_replays_after_other_plans(
     kernel: str, seq_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Replays do not write to memory that was allocated after the capture, also where later plans
-    needed more memory."""
+    """Replays do not write to memory that was allocated after the capture, even if later plans need
+    more scratch memory."""
     import cupy
 
     choose(kernel, "gpu", monkeypatch)

@@ -140,7 +140,7 @@ def test_analyses_are_compared_too() -> None:
     rounds = analysis(10.6)
     rounds["analyses"][0]["cold"] |= {"samples_us": [10.6] * 8 + [9.9] * 8, "round_sizes": [8, 8]}
     (case,) = compare_results(analysis(10.0), rounds).cases
-    assert case.difference.verdict is Verdict.UNCERTAIN, "its rounds disagree"
+    assert case.difference.verdict is Verdict.UNCERTAIN, "the medians of its rounds differ"
     unsure = analysis(10.6)
     unsure["analyses"][0]["cold"] |= {"overhead_us": 2.4, "overhead_uncertainty_us": 0.4}
     (case,) = compare_results(analysis(10.0), unsure).cases

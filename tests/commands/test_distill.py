@@ -84,7 +84,7 @@ def test_report_contains_the_documented_fields(finished: Path) -> None:
     assert len(report["sample"]) > len(pipeline.SAMPLE_PROMPT)
     ops = {entry["name"]: entry for entry in report["milliseconds_per_step_by_op"]}
     assert {"matmul", "flash_attention_backward", "linear_distillation_loss", "adamw"} <= set(ops)
-    assert ops["flash_attention"]["calls"] == 2  # a layer of the teacher, a layer of the student
+    assert ops["flash_attention"]["calls"] == 2  # teacher and student have one layer each
     assert ops["flash_attention_backward"]["calls"] == 1
     assert all(entry["milliseconds"] >= 0 for entry in ops.values())
     assert sorted(os.listdir(finished)) == sorted(
@@ -114,7 +114,7 @@ def test_quantised_students_are_evaluated(
     assert tuple(found) == formats
     for name, bound in zip(formats, (0.01, 0.3, 0.05), strict=True):
         assert abs(found[name]["bits_per_byte"] - plain) < bound
-        assert 4 < found[name]["bits_per_weight"] < 13  # the 16 weights of a row share a scale
+        assert 4 < found[name]["bits_per_weight"] < 13  # with a scale per row of 16 weights
     assert "quantised" in (folder / "report.html").read_text()
 
 
@@ -207,7 +207,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     kill_at: tuple[int, int], finished: Path, text: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Interrupted in any phase, between checkpoints or at one."""
+    """The run is interrupted in any phase, at a checkpoint or between two."""
     folder = tmp_path / "run"
     phase, step = MODELS[kill_at[0]], kill_at[1]
 

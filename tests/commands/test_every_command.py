@@ -1,6 +1,6 @@
 """Every command, interrupted, killed, with invalid files, and run twice concurrently in one
-folder. It must end in time, with success or with a one-line error and exit code 2 or 130, and leave
-no process behind."""
+folder. Each must end in time, with a result or with a one-line error and exit code 2 or 130, and
+leave no process behind."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def launch(folder: Path, arguments: tuple[str, ...]) -> subprocess.Popen[str]:
 
 
 def has_imported_numpy(process: subprocess.Popen[str]) -> bool:
-    """True once the process has loaded NumPy, a quarter of a second after its start."""
+    """True once the process has loaded NumPy, about a quarter of a second after its start."""
     return "_multiarray_umath" in Path(f"/proc/{process.pid}/maps").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Arrays of one value: when they are kept."""
+"""Constant arrays: which of them are cached."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_another_stream_fills_its_own_array(monkeypatch):
 
 
 def test_an_array_filled_during_capture_is_not_kept(monkeypatch):
-    """Its fill is captured and has not run: a launch outside the graph would read garbage."""
+    """The fill is captured and has not run: a launch outside the graph would read garbage."""
     monkeypatch.setattr(constants, "is_captured", lambda like: True)
     captured = constant(LIKE, 3, 7, np.int32)
     monkeypatch.undo()

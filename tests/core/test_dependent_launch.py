@@ -109,8 +109,7 @@ CASES = [*((name, "sm_90") for name in CHAINS), ("scan", "sm_80"), ("scan, chann
 
 @pytest.fixture
 def record(monkeypatch):
-    """Returns a function that makes the calls of a chain and returns their launches with their
-    arrays."""
+    """A function that makes the calls of a chain and returns their launches and arrays."""
     launches = []
 
     def call(launch, *arrays, then=()):
@@ -139,7 +138,8 @@ def qualifiers(spec):
 
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_arrays_written_earlier_in_a_chain_are_not_restrict(record, name, arch):
-    """Otherwise the compiler may load them before the wait, or through the non-coherent cache."""
+    """The compiler may load a `const __restrict__` array before the wait for the previous grid, or
+    through the non-coherent cache."""
     written, found = [], []
     for launch, arrays in record(name, arch):
         if not launch.dependent:

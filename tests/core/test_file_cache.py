@@ -1,4 +1,4 @@
-"""The kernel cache: damaged files are rebuilt, files that other users may write are refused."""
+"""The kernel cache: damaged files are rebuilt; files that other users can write are rejected."""
 
 from __future__ import annotations
 

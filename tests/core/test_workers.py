@@ -57,7 +57,7 @@ def test_a_killed_worker_is_reported() -> None:
 
 
 def test_workers_block_interrupts() -> None:
-    """Including the first worker, with which Python also starts its resource tracker."""
+    """Also the first worker, which Python starts together with its resource tracker."""
     lines = (
         "from cukit.core.workers import run_in_workers",
         "from tests.core.test_workers import blocks_interrupts",

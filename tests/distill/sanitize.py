@@ -1,5 +1,5 @@
-"""Groups for `tests.sanitize`: rows from one column to more than the
-shared memory of a cluster holds."""
+"""Groups for `tests.sanitize`: rows of one column to rows that exceed the shared memory of a
+cluster."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def divergences() -> None:
 
 
 def options() -> None:
-    """Weights, transforms and padding, and teachers given by samples."""
+    """Token weights, softcaps, a padded vocabulary, and teachers given by samples."""
     rng = _rng()
     for shape in ROWS[1:]:
         rows, width = shape
@@ -79,7 +79,7 @@ def options() -> None:
 
 
 def linear_losses() -> None:
-    """Rows of whole 16-byte vectors: of other rows cuBLAS reads the padding, without using it."""
+    """Rows are whole 16-byte vectors: of other rows, cuBLAS reads padding without using it."""
     rng = _rng()
     for dtype in ("float32", "bfloat16"):
         arrays = [random(rng, shape, dtype) for shape in ((40, 64), (504, 64), (40, 48), (504, 48))]
@@ -93,7 +93,7 @@ def linear_losses() -> None:
 
 
 def sharded_heads() -> None:
-    """Every phase, on a part of each row."""
+    """Every phase of the sharded losses, on a part of each row."""
     rng = _rng()
     for vocab_size in (37, 1008, 70000):
         shard = distill.VocabularyShard(Mirrored(), vocab_size)

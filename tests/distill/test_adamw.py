@@ -10,7 +10,7 @@ from cukit.distill.optimizer._tensor_table import CHUNK
 from cukit.errors import ArrayDtypeError, ArrayShapeError, ConfigError
 from tests.contract import DTYPES, dtype_of, random, to_device, to_host
 
-# A scalar, odd sizes, exactly one block's chunk, one more, several chunks.
+# A scalar, odd sizes, exactly one block's chunk, one more, several chunks, no elements.
 SHAPES = [(), (1,), (3, 5), (CHUNK,), (CHUNK + 1,), (7, 9001), (0, 4)]
 OPTIONS = {"lr": 3e-2, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6, "weight_decay": 0.1}
 
@@ -82,7 +82,7 @@ def test_grad_scale_scales_the_gradient(device, rng, on_device):
 
 
 def test_new_gradient_arrays_in_the_same_list_are_used(device, rng):
-    """The table of addresses is cached by the arrays, not by the list."""
+    """The table of addresses is cached for the arrays, not for the list."""
     (param,) = to_device(device, np.zeros(64, np.float32))
     state = AdamWState.for_params([param])
     history = [random(rng, (64,), "float32") for _ in range(4)]

@@ -30,7 +30,7 @@ TEACHER = {"hidden_size": 24, "num_layers": 3, "num_heads_q": 2}
 
 
 def models_of(rng, dtype="float64", width=8, seq=7):
-    """q_t, k_t, v_t of two heads, q_s, k_s, v_s of four."""
+    """q_t, k_t, v_t with two query heads and one KV head; q_s, k_s, v_s with four and two."""
     return tuple(
         random(rng, (2, seq, heads, columns), dtype)
         for heads, columns in ((2, 16), (1, 16), (1, 16), (4, width), (2, width), (2, width))
@@ -248,7 +248,7 @@ def test_one_pass_over_sequences(device, rng):
 
 
 def student_and_teacher(rng, dims, lengths, dtype):
-    """q_t, k_t of two heads, q_s, k_s, v_s of two that share one key head."""
+    """q_t, k_t with two heads each; q_s, k_s, v_s with two query heads and one KV head."""
     (dim_t, dim_s, dim_v), (seq_q, seq_kv) = dims, lengths
     return [
         random(rng, (1, seq, heads, columns), dtype)

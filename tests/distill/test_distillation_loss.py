@@ -102,7 +102,7 @@ def test_matches_reference(device, rng, shape, dtype, divergence, beta):
         beta=beta,
         temperature=2.0,
         reduction="none",
-        # |p - q| is no smoother than the rounding of its logits.
+        # |p - q| is first order in the rounding errors of the logits.
         atol=1e-6 if divergence == "total_variation" else None,
     )
 
@@ -134,8 +134,8 @@ def test_every_element_of_the_gradient(device, rng, vocab_size, dtype, divergenc
 @pytest.mark.parametrize(("divergence", "beta"), CASES)
 @pytest.mark.parametrize("distance", [1e-1, 1e-2, 1.4e-3])
 def test_accurate_near_convergence(device, rng, vocab_size, divergence, beta, distance):
-    """The usual sums have no correct digit at a divergence of 1e-6. The remaining error is the
-    rounding of the logits' differences, relative to their size."""
+    """At a divergence of 1e-6, float32 sums by the textbook formula have no correct digit. The
+    remaining error is the rounding of the differences of logits, relative to their size."""
     student = random(rng, (2, vocab_size), "float32", scale=2)
     teacher = student + np.float32(distance) * random(rng, student.shape, "float32")
     exact = textbook(student, teacher, divergence, beta, dtype=np.longdouble)
@@ -164,7 +164,7 @@ def test_never_negative_and_zero_for_equal_logits(device, rng, divergence, beta)
 @pytest.mark.parametrize("mask", [-np.inf, float(np.finfo(np.float32).min)])
 @pytest.mark.parametrize(("divergence", "beta"), CASES)
 def test_columns_masked_in_both(device, rng, mask, divergence, beta):
-    """A padded vocabulary gives the results without the padding."""
+    """A padded vocabulary gives the same results as the vocabulary without padding."""
     student, teacher = random(rng, (3, 40), "float32"), random(rng, (3, 40), "float32")
     student[:, 11:], teacher[:, 11:] = mask, mask
     options = {"divergence": divergence, "beta": beta, "reduction": "none", "return_grad": True}

@@ -12,7 +12,7 @@ from cukit.distill.optimizer._tensor_table import CHUNK
 from cukit.errors import ArrayShapeError, ConfigError
 from tests.contract import DTYPES, random, to_device, to_host
 
-# A scalar, odd sizes, exactly one block's chunk, one more, several chunks, none.
+# A scalar, odd sizes, exactly one block's chunk, one more, several chunks, no elements.
 SHAPES = [(), (1,), (3, 5), (CHUNK,), (CHUNK + 1,), (7, 9001), (0, 4)]
 
 

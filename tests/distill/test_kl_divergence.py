@@ -124,8 +124,9 @@ def test_the_reference_equals_the_textbook_formula(rng, temperature):
 )
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_accurate_near_convergence(device, rng, vocab_size, distance, rtol, temperature):
-    """1e-5 relative at a divergence of 1e-6, where the usual sum has no correct digit. The
-    remaining error is half the square of the error in the masses' ratio, about 1e-13.
+    """The relative error is 1e-5 at a divergence of 1e-6, where a float32 sum of p (log p - log q)
+    has no correct digit. The remaining absolute error, about 1e-13, is half the square of the error
+    in the ratio of the two softmax denominators.
     """
     student = random(rng, (4, vocab_size), "float32", scale=2)
     teacher = student + np.float32(distance) * random(rng, student.shape, "float32")
@@ -292,7 +293,8 @@ def test_every_split_of_a_row_agrees(rng, split_as, cluster, cached, threads, di
 @pytest.mark.parametrize("cached", [0, 1, 16])
 @pytest.mark.parametrize("distance", [0.01, 1.0])
 def test_partly_kept_rows(device, rng, split_as, vocab_size, cluster, cached, distance):
-    """Blocks without vectors; threads that keep none, some or all; elements outside vectors."""
+    """Blocks without vectors; threads that keep none, some or all of their vectors; elements
+    outside vectors."""
     if device == "gpu" and cluster > 1 and current_device().compute_capability < (9, 0):
         pytest.skip("clusters came with sm_90")
     split_as(cluster=cluster, cached=cached, threads=32)

@@ -28,7 +28,7 @@ from tests.contract import (
 TOKENS, HIDDEN, TEACHER_HIDDEN, VOCAB = 70, 24, 40, 1003
 IGNORE = -100
 FIELDS = ("loss", "soft_loss", "hard_loss", "grad_hidden", "grad_weight")
-"""Options of a head without bias."""
+"""Compared results of a head without bias."""
 
 OPTIONS = [
     {},
@@ -60,7 +60,7 @@ def widen(arrays):
 
 
 def unfused(arrays, device, options):
-    """The same by matmul, distillation_loss and cross_entropy, with all logits in memory."""
+    """FIELDS by matmul, distillation_loss and cross_entropy, with all logits in memory."""
     hidden, weight, teacher_hidden, teacher_weight, targets = to_device(device, *arrays)
     options = dict(options)
     soft_weight, hard_weight = options.pop("soft_weight", 1.0), options.pop("hard_weight", 0.0)
@@ -185,9 +185,9 @@ def test_no_tokens(device):
 
 @pytest.mark.gpu
 def test_float16_gradients_survive_many_tokens(rng):
-    """1 / 65536 of a probability would vanish in float16: the products are scaled, not the logits.
-    The weight's gradient is accumulated in float32, so that its rounding does not hide such errors.
-    """
+    """The matrix products divide by the normalizer, because 1 / 65536 of a probability would
+    underflow in a float16 gradient of the logits. The weight's gradient is accumulated in float32,
+    so that its own rounding does not hide an underflow."""
     arrays = head(rng, "float16")
     *placed, targets = to_device("gpu", *arrays)
     sums = to_device("gpu", np.zeros(arrays[1].shape, np.float32))[0]
@@ -234,7 +234,8 @@ def test_chunks_of_small_models_are_larger(hidden_size, vocab_size, chunk_tokens
 
 
 def test_plan_of_the_large_vocabulary_leaves_room():
-    """BT 4096, H 2304, V 256000 in bfloat16: two chunks of logits, and the gradients."""
+    """BT 4096, H 2304, V 256000 in bfloat16: one chunk of student and teacher logits, and the
+    gradients, take less than 3.2 GiB."""
     config = plan_linear_loss(4096, 2304, 2 * 256000)
     logits = 2 * config.chunk_tokens * 256000 * 2
     assert logits + 256000 * 2304 * 2 + 4096 * 2304 * 2 < 3.2 * 2**30

@@ -41,7 +41,8 @@ CHOICES = {
 
 
 def sampled_options(count, kinds=KINDS):
-    """A sample of all combinations of options, with about as many of each kind of loss."""
+    """A random sample of `count` combinations of options, with about equal numbers of each
+    kind of loss."""
     rng = np.random.default_rng(5)
     found = []
     for index in range(count):
@@ -220,7 +221,7 @@ def test_gradients_through_scale_and_cap(rng, kind, transform):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reduction", ["mean", "tokens"])
 def test_micro_batches_equal_one_batch(device, kind, reduction):
-    """The normalizer is the count, or the weight, of the whole batch."""
+    """The normalizer is the token count or the total token weight of the whole batch."""
     chosen = {name: values[-1] for name, values in CHOICES.items()}
     chosen |= {"reduction": reduction, "normalizer": None, "upstream": False}
     problem = Problem(kind, chosen)
@@ -265,7 +266,8 @@ def test_the_contents_of_padding_do_not_matter(device, kind):
 
 
 def test_padded_vocabularies_of_two_sizes(device, rng):
-    """Rows of 151936 and 152064 tokens: the loss over the tokens of both."""
+    """Vocabularies of student and teacher with different padding: the loss is over the first
+    vocab_size tokens of both."""
     size, wide = 1519 * 8, 1520 * 8 + 64
     student, teacher = random(rng, (2, size), "bfloat16"), random(rng, (2, wide), "bfloat16")
     options = {"divergence": "jsd", "reduction": "none", "return_grad": True}

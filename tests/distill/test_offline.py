@@ -93,7 +93,7 @@ def test_a_killed_recording_resumes(tmp_path: Path) -> None:
         record(killed, k=5, progress=stop)
     seen: list[int] = []
     record(killed, k=5, progress=lambda done, total: seen.append(done))
-    assert seen[0] == 4  # after the one complete shard of three
+    assert seen[0] == 4  # after the one complete shard of three batches
     assert sorted(path.name for path in killed.iterdir() if not path.name.startswith(".")) == [
         "index.json", "signals-000000.safetensors", "signals-000001.safetensors",
         "signals-000002.safetensors",

@@ -10,7 +10,7 @@ from cukit.analyzer import schema
 from cukit.analyzer.report import generate_report
 
 HOSTILE = "<script>alert('&')</script>"
-"""A name that a page would run as a script if it were not escaped."""
+"""A name that a browser would run as a script if the page did not escape it."""
 
 LONG = "void gemm<" + "cutlass::layout::RowMajor,float," * 12 + ">(Params)"
 """A name of a template instance."""
@@ -68,9 +68,9 @@ def benchmarks() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, Any]:
-    """What `cukit compile --json` prints: two variants of a kernel, one spilling, and an error.
+    """Output of `cukit compile --json`: two variants of a kernel, one with spills, and an error.
 
-    The one without spills is in the format of older versions, without instruction counts.
+    The variant without spills is in the format of older versions, without instruction counts.
     """
     base: dict[str, Any] = {
         "kernel": "rms_norm",
@@ -234,7 +234,7 @@ def analysis() -> schema.AnalysisReport:
 
 
 def traced() -> schema.AnalysisReport:
-    """A script of three launches on two streams, at 0 to 10, 5 to 25 and 45 to 50 us."""
+    """A trace of three launches on two streams, at 0 to 10, 5 to 25 and 45 to 50 us."""
     report = analysis()
     (first, _) = report.analyses
 

@@ -79,7 +79,7 @@ addEventListener("message", (event) => {
 </script>
 <body><iframe src="report.html" style="width: {width}px; height: 900px; border: 0"></iframe>
 """
-"""A page with a frame as narrow as a phone, which a browser window cannot be."""
+"""A page with an iframe of a given width; a browser window cannot be as narrow as a phone."""
 
 
 @pytest.fixture(scope="module")

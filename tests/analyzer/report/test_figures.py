@@ -192,7 +192,7 @@ def test_each_precision_has_its_own_roof() -> None:
     drawing = ElementTree.fromstring(figure.draw(svg.WIDE))
     dots = [dot.attrib["class"].split()[0] for dot in drawing.iter(f"{SVG}circle")]
     assert sorted(dots) == ["colour-0", "colour-0", "colour-2", "colour-2", "colour-3"]
-    # No measured roof for 8-bit types, only the datasheet's 1979; bfloat16 has 740.
+    # 8-bit types have only the datasheet's roof (1979); bfloat16 also has a measured one (740).
     assert {"740", "989", "1,979"} <= set(all_text(drawing))
 
 

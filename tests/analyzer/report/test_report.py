@@ -162,7 +162,7 @@ def test_a_traced_script_shows_the_time_of_each_kernel() -> None:
     assert {"20.0 µs, 57.1%", "15.0 µs, 42.9%"} <= set(all_text(wide))
     tiles = re.findall(r"<dt>(.*?)</dt><dd class=\"\">(.*?)</dd>", markup)
     assert ("kernel launches", "3") in tiles
-    # 25 us from the first two, which overlap, and 5 us of the last, in 50 us.
+    # Of 50 us, the first two launches, which overlap, take 25 us and the last takes 5 us.
     assert ("of the time a kernel was running", "60%") in tiles
 
 
@@ -199,7 +199,7 @@ def test_a_pool_is_drawn_with_the_owners_of_its_blocks(page: Page) -> None:
 
 
 def test_a_pool_snapshot_becomes_a_section(tmp_path: Path) -> None:
-    """From a pool in use to a snapshot file to a section of the report."""
+    """The snapshot of a pool in use is written to a file, from which a report is made."""
     from cukit.memory import HostProvider, MemoryPool, MemoryPoolConfig
     from cukit.memory.history import History
     from cukit.memory.snapshot import write_snapshot

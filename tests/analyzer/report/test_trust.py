@@ -35,7 +35,7 @@ def is_plain(text: str) -> bool:
 
 
 def names_of_texts(content: Any, name: str = "") -> Iterator[str]:
-    """Names of all text fields, at any depth; keys of a mapping as "(keys of ...)"."""
+    """Names of all text fields, at any depth."""
     if isinstance(content, str):
         yield name
     elif isinstance(content, dict):
