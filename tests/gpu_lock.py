@@ -1,7 +1,7 @@
 """Exclusive use of the GPU for tests that compare times, also under pytest-xdist.
 
 Every test marked `gpu` holds a lock while it runs: shared with others, or alone if it is marked
-`timing`. The lock is a pair of files, so it holds between all pytest processes of a user on this
+`timing`. The lock is a pair of files, so it is common to all pytest processes of a user on this
 machine. Programs other than pytest do not take it.
 """
 
@@ -25,8 +25,8 @@ except ImportError:  # Windows, where the tests are not run by several processes
 def gpu_lock(folder: Path, *, alone: bool) -> Iterator[None]:
     """Holds the lock in `folder`: shared, or `alone` after all current holders have ended.
 
-    A test that waits to be alone holds the gate, so later tests wait for it; otherwise tests that
-    overlap each other would keep the lock shared forever.
+    A test that waits to be alone holds the file `gate` exclusively, which blocks later tests;
+    otherwise, overlapping tests could keep the lock shared forever.
     """
     with _opened(folder / "gate") as gate, _opened(folder / "gpu") as gpu:
         fcntl.flock(gate, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Hold the lock around set-up, test and teardown; the time limit of a test begins after it."""
+    """Hold the lock during set-up, test and teardown; a test's time limit begins after the wait."""
     if fcntl is None or "gpu" not in item.keywords or "skip" in item.keywords:
         return (yield)
     folder = Path(tempfile.gettempdir()) / f"cukit-tests-{os.getuid()}"

@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--guard",
         choices=("on", "off"),
         default="on",
-        help="place GPU arrays between unmapped addresses, filled with patterns",
+        help="place GPU arrays in pattern-filled memory between unmapped addresses",
     )
     group.addoption(
         "--guard-seed",

@@ -11,8 +11,8 @@ from cukit.reference import losses as reference
 from tests.contract import DTYPES, poison_pool, random, to_device, to_host
 from tests.distill.gradients import assert_elements_close, assert_gradient, softmax
 
-# Shape of the logits, and samples per row: rows that start in the middle of a vector, rows shared
-# by a cluster, rows too long to be kept on chip.
+# Shape of the logits, and samples per row: rows that are not 16-byte aligned, rows shared by a
+# cluster, rows too long to be kept on chip.
 CASES = [((5, 7), 40), ((9, 1001), 40), ((2, 32768), 512), ((1, 300001), 1024)]
 IGNORE = -100
 
@@ -93,7 +93,7 @@ def test_matches_reference(device, rng, shape, count, dtype):
 
 
 def test_samples_estimate_the_divergence(rng):
-    """The mean over many draws approaches the KL divergence, and likewise its gradient."""
+    """With many samples, the loss and its gradient approach the KL divergence and its gradient."""
     student, teacher = rng.standard_normal((1, 9)), rng.standard_normal((1, 9))
     p = np.exp(teacher) / np.exp(teacher).sum()
     proposal = p**0.5 / (p**0.5).sum()
@@ -137,7 +137,7 @@ def test_the_gradient_may_overwrite_the_logits(device, rng, vocab_size):
 
 @pytest.mark.gpu
 def test_a_token_outside_the_vocabulary_on_the_gpu(rng):
-    """Only its row becomes NaN."""
+    """Only the row with the invalid token becomes NaN."""
     student = random(rng, (3, 60), "float32")
     ids, weights = samples(rng, (3, 60), 5)
     ids[1, 2] = 60

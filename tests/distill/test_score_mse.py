@@ -1,4 +1,4 @@
-"""attention_score_mse: compared with both score matrices, gradients, errors."""
+"""attention_score_mse: compared with a loss of the full score matrices; gradients, errors."""
 
 from __future__ import annotations
 

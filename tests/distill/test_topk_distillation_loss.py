@@ -17,15 +17,15 @@ from tests.contract import (
 )
 from tests.distill.gradients import assert_elements_close, assert_gradient, softmax
 
-# One column, rows that begin in the middle of a vector, rows shared by a cluster, rows too long to
-# be kept; and how many tokens are known.
+# Shape of the logits, and known tokens per row: one column, rows that are not 16-byte aligned, rows
+# shared by a cluster, rows too long to be kept on chip.
 CASES = [((2, 1), 1), ((5, 7), 3), ((9, 1001), 40), ((2, 32768), 512), ((1, 300001), 1024)]
 TAILS = ("renormalise", "bucket")
 IGNORE = -100
 
 
 def signal(rng, shape, known, dtype="float32", temperature=1.0):
-    """Student logits, and the teacher's most likely tokens."""
+    """Student logits; log-probabilities and ids of the teacher's `known` most likely tokens."""
     student, teacher = random(rng, shape, dtype, scale=2), random(rng, shape, "float32", scale=2)
     return student, *teacher_top_k(teacher, known, temperature=temperature)
 
@@ -90,7 +90,8 @@ def test_matches_reference(device, rng, shape, known, dtype, tail):
     again = topk_distillation_loss(*placed, **options)[1]
     np.testing.assert_allclose(to_host(loss), exact_loss, rtol=1e-5, atol=2e-6)
     probabilities = softmax(student / student.dtype.type(2)) + np.abs(exact)
-    # With a bucket the gradient elsewhere is q (1 - p_r / q_r), and q_r a difference from 1.
+    # With a bucket, the gradient of unknown tokens is q (1 - p_r / q_r). The bucket's probability
+    # q_r is 1 minus the known tokens' sum, which cancels digits.
     assert_elements_close(grad, exact, probabilities * (4 if tail == "bucket" else 1))
     assert to_host(grad).tobytes() == to_host(again).tobytes()
 
@@ -143,7 +144,7 @@ def test_the_gradient_may_overwrite_the_logits(device, rng, vocab_size, tail):
 
 @pytest.mark.gpu
 def test_a_token_outside_the_vocabulary_on_the_gpu(rng):
-    """NaN only in its own row."""
+    """Only the row with the invalid token becomes NaN."""
     student, log_probs, ids = signal(rng, (3, 60), 5)
     ids[1, 2] = 60
     placed = to_device("gpu", student, log_probs, ids)

@@ -136,7 +136,7 @@ def test_accumulation_equals_a_larger_batch() -> None:
 
 
 def test_gradients_are_clipped_to_the_norm() -> None:
-    """The first moments show the norm: Adam's first update does not depend on it."""
+    """The norms are those of the first moments: Adam's first update does not depend on the norm."""
     norms = []
     for limit in (1e9, 1e-3):
         trainer = make_trainer(max_grad_norm=limit, weight_decay=0.0, lr=1e-3)

@@ -11,7 +11,7 @@ from cukit.distributed import Alone, HostCommunicator, Ranks
 
 
 class Mirrored(Alone):
-    """Rank 0 of two; all_gather returns this rank's data for both. For tests of kernels alone."""
+    """Rank 0 of two, to run its kernels alone: all_gather returns its own data for both ranks."""
 
     size = 2
 

@@ -1,4 +1,4 @@
-"""Two processes take the same steps as one process with twice the batch."""
+"""Two ranks take the same steps as one process with twice the batch."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def test_buckets_cover_everything_from_the_end() -> None:
 
 
 def test_gradients_are_reduced_during_the_backward_pass() -> None:
-    """Every bucket except the last is being reduced before the pass reaches the embeddings."""
-    comm = HostCommunicator(Ranks())  # a single process; the reducer works all the same
+    """The backward pass reports each gradient once, from the head down to the embeddings."""
+    comm = HostCommunicator(Ranks())  # one rank, for which the trainer has no reducer
     trainer = make_trainer(comm, 2)
     gradients = trainer._gradients[0]
     reported: list[str] = []

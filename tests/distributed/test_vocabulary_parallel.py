@@ -1,4 +1,4 @@
-"""Heads sharded over processes give the loss and the gradients of the whole head."""
+"""Heads sharded over ranks give the loss and the gradients of the whole head."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def test_processes_without_a_gpu(rng: np.random.Generator, options: dict[str, An
 
 
 class ThroughHost:
-    """A communicator of CuPy arrays for ranks that share a GPU."""
+    """Collectives of CuPy arrays through host memory, for ranks that share a GPU."""
 
     def __init__(self, comm: HostCommunicator) -> None:
         import cupy
 
         cupy.cuda.Device(0).use()
-        cupy.cuda.runtime.free(0)  # the thread's context, which launches require
+        cupy.cuda.runtime.free(0)  # sets the thread's context, which launches require
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
         self.beside, self.join = comm.beside, comm.join
 
@@ -155,7 +155,7 @@ SLOW = [
     pytest.param(options, marks=[] if index in (1, 4) else pytest.mark.slow, id=str(options))
     for index, options in enumerate(OPTIONS)
 ]
-"""Each of these compiles two or three kernels in the emulator."""
+"""Each case compiles two or three kernels for the emulator."""
 
 
 @pytest.mark.parametrize("close", [False, True])
@@ -169,7 +169,7 @@ def test_kernels(
     *wide, targets = (a if a.dtype.kind == "i" else a.astype(np.float64) for a in arrays)
     with cukit.backend("gpu"):  # NumPy arrays run the reference
         expected = linear_distillation_loss(*wide, targets=targets, **options)
-    # Gradients of close models are differences of float32 logits.
+    # Gradients of models that nearly agree are small differences of float32 values.
     atol = 1e-3 if close else 2e-5
     check(sharded(2, arrays, {**options, "chunk_tokens": 8}), expected, 2e-5, atol)
 

@@ -2,7 +2,7 @@
 
     python -m tests.emulator.make_vectors
 
-Needs Hopper (sm_90). The file contains compressed integers, a few tens of kilobytes.
+Needs Hopper (sm_90). vectors.npz contains compressed integers, a few tens of kilobytes.
 """
 
 from __future__ import annotations

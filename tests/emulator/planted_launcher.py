@@ -1,9 +1,10 @@
 """Launches kernels on the GPU through the driver: `python planted_launcher.py FOLDER NAME...`.
 
-Uses only ctypes, so that a process under compute-sanitizer starts quickly. FOLDER contains, for
-each NAME, NAME.cubin and NAME.pickle: entry, grid, block, dynamic shared bytes, and the arguments
-as bytes: `("array", bytes)`, `("scalar", bytes)` or `("null", b"")`. Prints each name before its
-launch, and `failed CODE` if the driver reports an error, after which every launch fails.
+Uses only the standard library, so that a process under compute-sanitizer starts quickly. FOLDER
+contains, for each NAME, NAME.cubin and NAME.pickle: entry, grid, block, dynamic shared bytes, and
+the arguments: `("array", bytes)`, `("scalar", bytes)` or `("null", b"")`. Prints `launch NAME`
+before each launch and `done` after the last. If the driver reports an error, prints
+`failed CODE in FUNCTION` and exits, because all later launches would fail.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _SHARED_LIMIT = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 def main(folder: Path, names: list[str]) -> int:
-    """Launches every kernel; returns the exit status: 3 after a driver error."""
+    """Launches every kernel. Returns 0; exits with status 3 after a driver error."""
     driver = ctypes.CDLL("libcuda.so.1")
 
     def call(name: str, *arguments: object) -> None:

@@ -1,7 +1,8 @@
 """Runs compute-sanitizer on the planted bugs: `python -m tests.emulator.planted_sanitizer`.
 
-Needs a GPU. Compiles both twins of every program and launches them under each tool, a few programs
-per process. Writes planted_sanitizer.json to this folder; planted_table.py reads it.
+Needs a Hopper GPU. Compiles both twins of every program, except those in `arch`, and launches them
+under each tool, up to 20 programs per process. Writes planted_sanitizer.json to this folder;
+planted_table.py reads it.
 
 Programs may hang: each process has a time limit, and the programs that it did not reach run in
 another process. The file is written after every process, so an interrupted run keeps its results;
@@ -41,11 +42,11 @@ NOT_FOR_THIS_GPU = ("arch",)
 """Classes whose bugs are correct code on Hopper."""
 
 ALONE = ("crashes", "barriers", "endless")
-"""Classes whose broken twins may hang or end the process: one program per process. Hanging kernels
-slow down concurrent processes, so these classes run one after another, in this order."""
+"""Classes whose broken twins may hang or end the process: one broken twin per process. Hanging
+kernels slow down concurrent processes, so these classes run one after another, in this order."""
 
 TOGETHER = 20
-"""Programs per process in the other classes."""
+"""Programs per process in the other classes, and correct twins per process in all classes."""
 
 
 def name_of(planted: Planted, broken: bool) -> str:
@@ -54,7 +55,7 @@ def name_of(planted: Planted, broken: bool) -> str:
 
 
 def prepare(folder: Path, job: tuple[Planted, bool]) -> tuple[str, str]:
-    """Writes the launcher's files. Returns the twin's name, and the reason why it cannot run."""
+    """Writes the launcher's files. Returns the twin's name, and why it cannot run, or ""."""
     planted, broken = job
     name = name_of(planted, broken)
     try:
@@ -102,7 +103,7 @@ def run(
 ) -> dict[str, str]:
     """Returns the outcome of each program: "clean", "reported", "failed" or "hangs".
 
-    Omits programs that two processes had no time to launch.
+    Gives up after two processes that launch no program, and omits the remaining programs.
     """
     tool, names = job
     attempts = 1
@@ -159,7 +160,7 @@ def save(version: str, outcomes: dict[str, dict[str, str]]) -> None:
 
 
 def found_before(version: str) -> dict[str, dict[str, str]]:
-    """Returns the outcomes in RESULTS by tool, if they are from this version."""
+    """Returns the outcomes in RESULTS by tool, if this version of compute-sanitizer wrote them."""
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     outcomes = record.get("outcomes", {}) if record.get("version") == version else {}
     return {tool: dict(outcomes.get(tool, {})) for tool in TOOLS}

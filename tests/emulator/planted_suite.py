@@ -2,8 +2,8 @@
 
 A file in `planted/<class>/` is plain CUDA C++ with one kernel, named like the file. With `BROKEN=0`
 it compiles to the clean twin of the broken kernel. Its leading comment describes the bug and, in
-lines `// key: value`, the launch and the expected outcome. Values are Python expressions that may
-use `np` and `BROKEN` (0 or 1):
+lines `// key: value`, the launch and the expected outcome. `arg` and `result` are Python
+expressions, `launch` and `options` keyword arguments; all may use `np` and `BROKEN` (0 or 1):
 
     launch   default: grid=1, block=64, shared=0 (dynamic bytes)
     arg      one line per argument, in order: an array, a NumPy scalar or None
@@ -64,7 +64,7 @@ class Planted:
 
     @property
     def reports(self) -> list[str]:
-        """Expressions that the report of the broken twin matches; empty for a legal program."""
+        """Regular expressions that the broken twin's report matches; empty for a legal program."""
         return self.declared["report"]
 
     @property

@@ -1,6 +1,7 @@
 """Recall and false alarms of the suite: `python -m tests.emulator.planted_table`.
 
-Prints the table and writes it into docs/emulator.md, between its markers.
+Prints its table and that of compute-sanitizer, and writes both into docs/emulator.md, between their
+markers.
 """
 
 from __future__ import annotations
@@ -23,12 +24,17 @@ TABLE, SANITIZER_TABLE = "planted", "planted_sanitizer"
 
 SEEDS = 8
 """Number of thread orders in which clean twins and legal programs run, every second one in late
-mode. Broken twins that the default mode misses run in these orders too."""
+mode. Broken twins run in the default order, and with these seeds, without late mode, until one run
+reports the bug."""
 
 
 @dataclass
 class Row:
-    """Numbers of one class. alarms: programs without a bug that any run reports."""
+    """Numbers of programs of one class.
+
+    pairs: with a bug. by_default, with_seeds: of these, reported by the default run, or with any
+    seed. clean: without a bug. alarms: of these, reported by any run.
+    """
 
     pairs: int = 0
     by_default: int = 0
@@ -54,7 +60,7 @@ def reported(planted: Planted, **options: object) -> bool:
 
 
 def judge(planted: Planted) -> Row:
-    """Runs one file's twins in all orders."""
+    """Runs the twins of one file; see SEEDS."""
     row = Row(pairs=int(bool(planted.reports)), clean=1)
     if planted.reports:
         row.by_default = int(reported(planted))
@@ -83,8 +89,8 @@ def table(rows: dict[str, Row]) -> str:
 def sanitizer_table() -> str:
     """The findings of compute-sanitizer for the same programs on the GPU, as Markdown.
 
-    Columns: the broken twins reported by each tool; those that any tool reported or that failed
-    without a tool; programs without a bug that any tool reported.
+    Columns: the broken twins that each tool reported; those that any tool reported or that ended
+    with a driver error; programs without a bug that any tool reported, or that failed or hung.
     """
     record = json.loads(RESULTS.read_text())
     outcomes: dict[str, dict[str, str]] = record["outcomes"]

@@ -1,10 +1,11 @@
-"""Runs public suites of programs with data races in the emulator. Their code is not included here.
+"""Runs public suites of programs with and without data races in the emulator.
 
     python -m tests.emulator.public_suites scor ScoR/microbenchmarks/src
     python -m tests.emulator.public_suites indigo CUDA
 
-ScoR (github.com/csl-iisc/ScoR) is a folder of programs with one kernel, whose names state whether
-there is a race. Indigo (github.com/burtscher/IndigoSuite) generates its programs: in `Generators`,
+The code of the suites is not part of this repository. ScoR (github.com/csl-iisc/ScoR) is a folder
+of programs with one kernel, whose names state whether there is a race. Indigo
+(github.com/burtscher/IndigoSuite) generates its programs: in `Generators`,
 `python generate_CUDA_codes.py PATH/TO/NAME.idg ../copyright.txt CUDA`, once for each NAME in
 `CUDA_sources`. Their names list their bugs. Prints false reports and missed bugs, then the
 number of programs by kind and report.

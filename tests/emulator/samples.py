@@ -269,7 +269,7 @@ def _router_backward(rng: Rng) -> Arguments:
 
 
 def _expert_rows(rng: Rng) -> tuple[Any, Any, Any]:
-    """Rows of 20 tokens' two choices, in expert order, and their weights."""
+    """Rows of 20 tokens for two experts each, in expert order; the routing's rows and weights."""
     routing = _routing(rng)
     return random(rng, (40, 72), "bfloat16"), routing.rows, routing.weights
 
@@ -386,7 +386,7 @@ def _block_sparse_product(rng: Rng) -> Arguments:
 
 
 def _depth(rng: Rng) -> tuple[Any, Any, Any]:
-    """Logits, rows of the stream and rows of the block: five of nineteen tokens are chosen."""
+    """Router logits, the residual stream, and the block's rows for five of 19 tokens."""
     logits = random(rng, (2, 19), "float32")
     return logits, *_rows(rng, (2, 19, 72), (2, 5, 72))
 

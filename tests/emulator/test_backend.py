@@ -269,7 +269,7 @@ def test_endless_polling_ends_the_launch(tmp_path):
 
 @pytest.mark.emulator
 def test_a_thread_may_poll_for_as_long_as_another_block_computes(tmp_path):
-    """The computing block writes only to memory that the polling thread does not read."""
+    """Until it sets the flag, the computing block writes only memory that is not polled."""
     (tmp_path / "relay.cu").write_text(
         '#include "common/platform.cuh"\n'
         'extern "C" __global__ void relay(int* flag, unsigned* out) {\n'

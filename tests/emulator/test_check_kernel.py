@@ -1,4 +1,4 @@
-"""check_kernel: programs of other projects, as it compiles and launches them, and its errors."""
+"""check_kernel: compiling and launching programs of other projects, rewriting them, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Crashes, endless loops and Ctrl-C end the launch only; uninitialised values show in results."""
+"""Crashes, endless loops and Ctrl-C end only the launch; uninitialised values show in results."""
 
 from __future__ import annotations
 

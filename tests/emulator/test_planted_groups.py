@@ -1,6 +1,6 @@
-"""The emulator reports cause and line of planted bugs, and nothing for the fixed twins.
+"""The emulator reports cause and line of planted bugs, and nothing for the correct versions.
 
-The files of `planted_groups/` contain several bugs each; the suite of single bugs is in `planted/`.
+A file of `planted_groups/` contains several bugs, a file of `planted/` only one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def x_to_out(elements: int = 256, count: int = 256) -> Callable[[], tuple[Any, .
 
 
 class Bug(NamedTuple):
-    """Elements read and written, dynamic shared bytes, the report, and the twin's result."""
+    """elements: of x. shared: dynamic shared bytes. message: matches the report. expected: out of
+    the correct version."""
 
     elements: int
     shared: int

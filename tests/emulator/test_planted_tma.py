@@ -30,7 +30,7 @@ BUGS = {
 
 
 def swizzled(tile: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A tile as TMA writes it, in 32-bit words."""
+    """A tile as TMA writes it with a swizzle of 128 bytes, in 32-bit words."""
     chunks = tile.view(np.uint32).reshape(64, 8, 4)
     return np.stack([row[np.arange(8) ^ i % 8] for i, row in enumerate(chunks)]).reshape(-1)
 

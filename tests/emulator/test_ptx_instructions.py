@@ -145,7 +145,7 @@ def comparison(instruction: str) -> str:
 
 
 def combined_comparison(name: str, equal: bool, third: bool, negated: bool) -> Row:
-    """A comparison with both results, of which the second is in bit 1, and a third operand."""
+    """A setp of two predicates, p and q, with a third operand; the result is p + 2 q."""
     text = (
         "{.reg .pred p, q, c; .reg .u32 u; setp.ne.u32 c, %3, 0; "
         f"setp.eq.{name}.u32 p|q, %1, %2, {'!' * negated}c; "

@@ -28,7 +28,7 @@ Arguments = Callable[[Place], tuple[tuple[Any, ...], Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """name: key of the result in the file. arch: oldest architecture."""
+    """name: key of the result in vectors.npz. arch: oldest architecture with the instruction."""
 
     name: str
     spec: KernelSpec
@@ -112,7 +112,8 @@ def _small(rng: np.random.Generator, num_bytes: int, dtype: Any) -> np.ndarray[A
 
 
 def _tensor_maps() -> Iterator[Case]:
-    # Inside; across the right and lower edges; across the left and upper ones.
+    # Boxes inside the tensor; across the lower edge, and with a swizzle of 128 bytes the right one;
+    # across the left and upper edges.
     for x, y in ((16, 8), (72, 90), (-8, -3)):
         for swizzle in (0, 32, 64, 128):
             yield _tensor_load(x, y, swizzle)

@@ -37,8 +37,8 @@ def float8_operand(
 ) -> QuantizedArray:
     """Normally distributed values as float8 codes [rows, k].
 
-    scales: None, "tensor", "row", "columns" (of 128 elements of a row, column by column in memory)
-        or "blocks" (of 128 x 128).
+    scales: None, "tensor", "row", "columns" (one per 128 elements of a row, in column-major order)
+        or "blocks" (one per 128 x 128 elements).
     """
     values = rng.standard_normal((rows, k)) * scale
     codes = values.astype(FLOAT8).view(np.uint8)

@@ -70,7 +70,7 @@ def gradient_through_the_next_layer() -> None:
 
 
 def tilings() -> None:
-    """Split-k, transposed, clustered and overlapped tilings; the plan needs larger problems."""
+    """Split-k, transposed, clustered and overlapped tilings, whichever the plan would select."""
     rng = np.random.default_rng(3)
     m, n, k = 136, 296, 520
     x, w = to_device("gpu", *operands(rng, m, n, k, "bfloat16"))

@@ -38,7 +38,7 @@ def quantised(x, codes, scales, out):
     return ck.quantized_linear(x, pack_weight(weight), out=out)
 
 
-# Shapes of the arguments; `b` codes are bytes, `s` scales.
+# Shapes of the arguments: `codes` are bytes, `scales` float32, `ends` int32, others float16.
 DENSE = {"a": (M, K), "b": (N, K), "out": (M, N)}
 BYTES = {
     "a_codes": (M, K),
@@ -112,7 +112,7 @@ OPS = {
 
 def argument(rng, name, shape):
     if name.endswith("codes"):
-        return rng.integers(0, 96, shape).astype(np.uint8)  # as float8, below 4
+        return rng.integers(0, 96, shape).astype(np.uint8)  # as float8_e4m3, at most 30
     if name.endswith("scales"):
         return rng.uniform(0.01, 0.02, shape).astype(np.float32)
     if name == "ends":

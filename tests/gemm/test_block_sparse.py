@@ -143,7 +143,7 @@ def test_tiles_are_distributed_evenly(costs, num_blocks):
 
 
 def test_thread_blocks_have_similar_loads_for_a_random_pattern(rng):
-    """The longest load is within 2% of the mean (3% without exchanges)."""
+    """The largest load is within 2% of the mean (3% without exchanges)."""
     mask = rng.random((128, 128)) < 0.1
     work = matmul_work(BlockPattern.from_mask(mask, 64).indptr, 4096, 64, 512, 132)
     blocks = np.where(work[..., 0] < 0, 0, work[..., 3] - work[..., 2]).sum(axis=1)

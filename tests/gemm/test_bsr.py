@@ -31,8 +31,8 @@ from tests.contract import (
     to_host,
 )
 
-# Blocks of both kernels, with an empty block row, block rows of unlike length, and a ragged last
-# group of rows. (mask, block size)
+# Masks by block size, with an empty block row, block rows of different lengths, and a partly filled
+# last group of block rows.
 MASKS = {
     16: [[1, 0, 1, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 0], [1, 0, 0, 0, 0]] * 2,
     32: [[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0], [0, 0, 1]],
@@ -75,7 +75,7 @@ def test_sparse_times_dense(device, rng, block, transpose_a, transpose_b):
 @pytest.mark.parametrize("block", MASKS)
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_dense_times_sparse(device, rng, block, transpose_b):
-    """Activations [batch, seq_len, features], as in a sparse linear layer and its backward."""
+    """Activations [batch, seq_len, features], as in a sparse linear layer and its backward pass."""
     pattern = pattern_of(block)
     x = random(rng, (3, 11, pattern.shape[transpose_b]), "float16")
     check_against_reference(
@@ -94,7 +94,7 @@ def test_dense_times_sparse(device, rng, block, transpose_b):
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize("transpose_b", [False, True])
 def test_blocks_of_a_dense_product(device, rng, block, transpose_a, transpose_b):
-    """The inner extent is no multiple of a step."""
+    """The inner extent, 104, is not a multiple of a k step."""
     pattern = pattern_of(block)
     (m, n), k = pattern.shape, 104
     a = random(rng, (k, m) if transpose_a else (m, k), "bfloat16", scale=k**-0.5)
@@ -112,7 +112,7 @@ def test_blocks_of_a_dense_product(device, rng, block, transpose_a, transpose_b)
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("wide_box", [False, True])
 def test_every_tiling(device, rng, tiling, flag, wide_box):
-    """Wider results than a tile, more tiles than blocks of the grid, more steps than stages."""
+    """Results are wider than a tile; block rows have different lengths, and one is empty."""
     if flag and wide_box:
         pytest.skip("a transposed operand has one box anyway")
     if device == "cpu":
@@ -141,7 +141,7 @@ def test_every_tiling(device, rng, tiling, flag, wide_box):
 
 
 def test_entries_that_share_a_stage_are_padded(rng):
-    """Groups with a multiple of entries; an empty group has the padding after the last one."""
+    """Groups have an even number of entries; empty groups use the padding after the last group."""
     mask = rng.random((20, 15)) < 0.15
     mask[4:8] = False
     pattern = BlockPattern.from_mask(mask, 16)
@@ -194,7 +194,7 @@ def test_products_of_the_expanded_matrix(
 
 
 def test_many_small_blocks_are_expanded():
-    """The measured cases: 8192 x 4096 by 8192 x 8192 of which a tenth or half is stored."""
+    """A sparse [8192, 8192] times a dense [8192, 4096], as in the measurements."""
     m, n, k = 8192, 4096, 8192
 
     def entries(block, density):  # of a random pattern, in tiles of at least 64 rows
@@ -319,7 +319,7 @@ def test_the_second_product_may_be_on_another_stream(rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [16, 64, 128])
 def test_large(rng, block):
-    """Many more tiles than blocks in the grid."""
+    """More tiles than thread blocks in the grid."""
     pattern = BlockPattern.from_mask(create_sparse_mask((2048, 4096), block, 0.2), block)
     x = random(rng, (4104, 4096), "bfloat16", scale=4096**-0.5)
     check_against_reference(

@@ -76,8 +76,8 @@ def test_row_major_scales_are_copied(device, rng):
 
 
 def test_fast_accumulation(device, rng):
-    """Sums of one sign, the worst case for tensor cores: every product is truncated at the 14th bit
-    of the running sum, which costs half of that bit on average."""
+    """Terms of one sign, the worst case for tensor cores: every product is truncated at the 14th
+    bit of the running sum, with a mean error of half that bit."""
     k = 1024
     a, b = operands(rng, 64, 128, k, "row")
     a.storage[...] &= 0x7F
@@ -108,7 +108,7 @@ TILINGS = [
 @pytest.mark.parametrize("kind", ["blocks", pytest.param("row", marks=pytest.mark.slow)])
 def test_every_kind_of_tiling(device, rng, tiling, kind):
     """The grid is planned for one SM, so without split-k a block processes several tiles. k has 35
-    steps; tiles do not start at the borders of scale blocks."""
+    steps; tiles of some tilings start inside a scale block."""
     if device == "cpu":
         pytest.skip("the CPU has no tilings")
     m, n, k = 200, 328, 35 * 128 - 16

@@ -77,8 +77,8 @@ class Groups:
 
 
 def check(device, groups, function, expected, names):
-    """Runs `function` twice and compares the rows of groups with the reference; then without
-    rows."""
+    """Runs `function` twice: compares the rows of groups with the reference, and the bits of both
+    runs."""
     wide, low = expected(np.float64), expected(None)
     bits = None
     for repeat in range(2):
@@ -216,7 +216,8 @@ TILINGS = [
 
 @pytest.mark.parametrize(("kind", "tiling"), TILINGS)
 def test_every_tiling(device, rng, kind, tiling):
-    """A grid of two blocks processes all tiles, ragged on every axis. None: tiles of mma.sync."""
+    """A grid of two blocks processes all tiles, ragged on every axis. None: the mma.sync kernel,
+    whose grid has a block per tile."""
     if device == "cpu":
         pytest.skip("the CPU has no such kernels")
     counts, dtype = [150, 0, 1, 77], "bfloat16"

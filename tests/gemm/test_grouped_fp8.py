@@ -82,7 +82,7 @@ def test_matches_reference(device, rng, counts, fixed_capacity, dtype):
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_tiling(device, rng, tiling):
-    """A grid of two blocks processes all tiles; tiles span two blocks of scales."""
+    """A grid of two blocks processes all tiles; the widest tiles span two scale blocks."""
     if device == "cpu":
         pytest.skip("the CPU has no such kernels")
     n, k = 328, 272

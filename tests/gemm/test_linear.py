@@ -48,8 +48,9 @@ HOPPER = TYPICAL_DEVICES["sm_90"]
 
 transposed = partial(reference.matmul, transpose_b=True)
 
-# One of each kind: wide, a width that is not a multiple of 64, two blocks per SM, split over
-# clusters of each size, also in slices of different widths, sharing b, and transposed.
+# Tilings of each kind: wide; widths that are not multiples of 64; two blocks per SM; split-k over
+# clusters of two to eight blocks, also with result slices of different widths; clusters that share
+# b; transposed.
 TILINGS = [
     Tiling(128, 224),
     Tiling(128, 96),
@@ -66,7 +67,7 @@ TILINGS = [
 ]
 
 OVERLAPPED = [Tiling(128, tile_n, overlapped=True) for tile_n in (160, 192)]
-"""Activations that store only the result."""
+"""Tilings for products that store only the result, not the preactivation."""
 
 
 def operands(rng, m, n, k, dtype, *, weights=1):
@@ -121,8 +122,8 @@ def test_gated_linear_matches_reference(device, rng, m, n, k, dtype, activation)
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 296, 136), (136, 72, 520)])
 def test_every_tiling(device, rng, tiling, m, n, k):
-    """A small grid processes all tiles, ragged on every axis, in rasterisation groups that do
-    not divide them; in the last tile, a cluster's second block has no rows."""
+    """A grid for two SMs (with split-k, a cluster per tile) processes all tiles, ragged on every
+    axis, some in rasterisation groups that do not divide the rows of tiles."""
     if device == "cpu" or tiling.splits > -(-k // 64):
         pytest.skip("the CPU has no such kernels")
     x, w = operands(rng, m, n, k, "bfloat16")
@@ -207,7 +208,7 @@ def test_every_layout(device, rng, major_a, major_b, kernel):
     if device == "cpu":
         pytest.skip("the CPU has no such kernels")
     if kernel == "sm90 transposed" and major_a == "MN":
-        pytest.skip("few tokens lie K-major")
+        pytest.skip("transposed tilings are planned only for a K-major a")
     m, n, k = (137, 71, 201) if kernel == "sm80 unaligned" else (136, 200, 328)
     a, b = operands(rng, m, n, k, "bfloat16")
     product = Product(m, n, k, "bfloat16", major_a, major_b)
@@ -396,7 +397,7 @@ def test_a_plan_serves_all_tokens_that_round_alike(arch, n, k, gated):
 
 
 def test_rows_that_round_alike_are_checked_alike(device):
-    """After a valid call: another bound of `out`, another layout, another width."""
+    """Valid calls do not hide a wrong shape of `out`, layout of x, or width of x in later ones."""
     x, w, out = to_device(
         device, *(np.ones(shape, np.float16) for shape in ((70, 64), (32, 64), (70, 32)))
     )
@@ -440,7 +441,7 @@ def test_the_plan(m, n, k, tiling):
     ],
 )
 def test_the_model_ranks_as_measured(m, n, k, faster, slower):
-    """Measured on an H200: the two differ by more than 3 %."""
+    """On an H200, the measured times of the two tilings differ by more than 3 %."""
     product = Product(m, n, k, "bfloat16")
     assert estimate_us(product, tiling_named(faster), 132) < estimate_us(
         product, tiling_named(slower), 132

@@ -88,8 +88,8 @@ def through(backward, grad_out, x, w, z, down, activation):
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 256, 72), (328, 384, 40), (520, 256, 776)])
 def test_the_fused_gradient_of_the_preactivation(device, rng, monkeypatch, m, n, k, num_blocks):
     """Blocks with no tile, one, an odd and an even number of tiles; ragged rows and k steps, fewer
-    and more steps than stages. Both divisions of the tiles between the consumers give the same
-    bits."""
+    and more steps than stages. Both divisions of the tiles between the consumer warpgroups give the
+    same bits."""
     if device == "cpu":
         pytest.skip("the CPU has no such kernels")
     grad_out, z = random(rng, (m, k), "bfloat16"), random(rng, (m, 2 * n), "bfloat16")

@@ -46,7 +46,7 @@ def test_float64_is_accurate(rng):
 
 
 def test_the_tree_is_more_accurate_than_one_accumulator():
-    """A million equal terms, summed one after another and in a tree of single products."""
+    """A million equal terms, summed one after another and pairwise from leaves of 64 terms."""
     k = 1 << 20
     terms = np.full((1, k), 0.1, np.float32)
     exact = k * float(np.float32(0.1)) ** 2

@@ -51,7 +51,7 @@ FLOAT8_FORMATS = ["int4 g128", "int4 g32 zero points", "int4 g64 zero points"]
 
 
 def quantized(rng, n, k, form):
-    """A weight of random codes, whose first row is zeros with scales of zero."""
+    """A weight of random codes; the scales of row 0 are zero, so the row decodes to zeros."""
     dtype, group_size, zero_points, scale_dtype = FORMATS[form]
     groups = 1 if group_size is None else -(-k // group_size)
     scales = rng.uniform(0.5, 1.5, (n, groups)).astype(dtype_of(scale_dtype))
@@ -155,7 +155,8 @@ def test_scales_of_float8_must_be_contiguous(device, rng):
 
 HOPPER = typical_device("sm_90")
 
-# format, tokens of x, tiling; with four blocks all of them have whole tiles in turns, then shares.
+# format, tokens of x, tiling. In a grid of four blocks, each block processes whole tiles, then its
+# share of the k steps of the remaining tiles.
 TILINGS = {
     "16 tokens, four consumers": ("int4 g128", 37, partial(hopper_tiling, 16, 4)),
     "64 tokens": ("int4 g64 zero points", 150, partial(hopper_tiling, 64, 2)),
@@ -170,7 +171,7 @@ TILINGS = {
     "mma.sync": ("int4 g128 zero points", 70, partial(sm80_tiling, 32)),
     "mma.sync, small groups": ("int4 g32 zero points", 70, partial(sm80_tiling, 32)),
 }
-# Blocks of a cluster share the steps of a tile.
+# The blocks of a cluster divide the k steps of a tile.
 SPLITS = {
     "16 tokens": ("int4 g128", 9, partial(hopper_tiling, 16, 2, splits=2)),
     "144 tokens, scaled codes": (
@@ -195,7 +196,7 @@ FLOAT8_OF = {
 
 @pytest.mark.parametrize("name", TILINGS)
 def test_pieces_of_tiles(device, rng, name):
-    """Few blocks and stages: whole tiles in turns, then tiles cut into pieces."""
+    """Few blocks and stages: each block processes whole tiles, then pieces of tiles along k."""
     check_tiling(device, rng, *TILINGS[name], in_pieces=True)
 
 
@@ -235,7 +236,7 @@ def test_expanded_weights_in_turn(device, rng):
 
 
 def check_tiling(device, rng, form, m, tiling_for, *, in_pieces):
-    """Ragged on every axis, twice in different orders, into poisoned memory."""
+    """Runs a ragged product twice, in different thread orders, into poisoned memory."""
     if device == "cpu" or (device == "gpu" and current_device().arch != HOPPER.arch):
         pytest.skip("the CPU has no such kernels")
     n, k = 328, 720
@@ -270,7 +271,8 @@ def check_tiling(device, rng, form, m, tiling_for, *, in_pieces):
 @pytest.mark.parametrize("form", ["int4 g128", "int4 g64 zero points", "int8 rows"])
 @pytest.mark.parametrize(("strips", "warps"), [(2, 4), (1, 8)])
 def test_few_tokens(device, rng, form, strips, warps):
-    """Three steps of k or more for some warps, the last ragged; rows of a second pair of blocks."""
+    """The first warp has two or three k steps, of which the last is partial; rows are in two pairs
+    of packed blocks."""
     if device == "cpu":
         pytest.skip("the CPU has no such kernels")
     m, n, k = 5, 150, 1100
@@ -302,7 +304,7 @@ def test_every_number_of_tokens(rng, form):
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_more_codes_than_fit_in_32_bits(rng):
-    """2^31 codes and more of a weight, and as many results."""
+    """More than 2^31 codes, and more than 2^31 results."""
     import cupy
 
     n, k, m = 65_664, 32_768, 33_000
@@ -359,7 +361,7 @@ def test_nonfinite_values_stay_in_their_rows(device, rng):
 
 
 def test_a_row_of_zeros(device, rng):
-    """Row 0 of every weight here has scales of zero, which leaves the bias."""
+    """Row 0 of the weight has scales of zero, so its results are the bias."""
     weight = quantized(rng, 16, 128, "int4 g128")
     x, bias = random(rng, (2, 128), "bfloat16"), random(rng, (16,), "bfloat16")
     if device == "gpu":
@@ -468,7 +470,7 @@ def test_plans_fit_the_device(arch, weight):
 
 
 def test_many_float8_tokens_expand_the_weight():
-    """As measured at 8192 x 8192: faster at 2048 tokens, slower at 1024."""
+    """As measured at 8192 x 8192, where expanding is faster at 2048 tokens and slower at 1024."""
     weight = SQUARE._replace(float8=True, has_zero_points=True)
 
     def kernel(tokens, **changes):
@@ -486,7 +488,7 @@ def test_many_float8_tokens_expand_the_weight():
 
 
 def test_few_tokens_keep_all_multiprocessors_busy():
-    """Two blocks per tile if there are at most half as many tiles as SMs, otherwise stream-K."""
+    """Two blocks per tile if the tiles occupy at most half of the SMs, otherwise stream-K."""
     for tokens in (16, 64, 128):
         config = plan_weight_only(tokens, SQUARE, "bfloat16", HOPPER)
         assert config.tiling.splits == 2

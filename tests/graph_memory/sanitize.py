@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: retrievals of every layout of queries, diffusion, its gradients."""
+"""Groups for `tests.sanitize`: retrieval; diffusion, reads and writes with their gradients."""
 
 from __future__ import annotations
 

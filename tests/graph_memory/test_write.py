@@ -14,7 +14,7 @@ SIZES = [(1, 1, 8), (20, 45, 24), (6, 70, 129)]  # rows, writes, dim
 
 
 def writes(rng, size, dtype):
-    """memory, indices (some of no row, row 0 often), values, gates (some below 0)."""
+    """memory, indices (some out of range, row 0 often), values, gates (some below 0)."""
     rows, count, dim = size
     indices = rng.integers(-1, rows + 1, count).astype(np.int32)
     indices[: count // 3] = 0

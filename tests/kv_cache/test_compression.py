@@ -26,7 +26,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 40, "window": 8},
 }
 WORST = {"int8": 0.02, "float8": 0.06, "kivi4": 0.15, "kivi2": 0.7}
-"""Errors over random keys, whose outputs are means of many values: small relative to the values."""
+"""Bounds of `error`, which is relative to the outputs: these are small for random keys, as means of
+many values."""
 
 
 def tokens(device: str, seq_len: int = 150, seed: int = 0, head_dim: int = 64) -> list[Any]:
@@ -62,8 +63,8 @@ def probabilities(q: Any, k: Any) -> Any:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @emulated(lambda strategy: strategy == "snapkv")
 def test_attention_over_the_kept_keys(strategy: str, device: str) -> None:
-    """Against dense attention over the kept keys with a mask from their original positions: for
-    the last tokens' queries, the next token's, and queries in the middle."""
+    """Compared with dense attention over the kept keys, masked by their original positions, for
+    queries of the last tokens, of the next tokens, and of tokens in the middle."""
     q, k, v = tokens(device)
     small = ck.compress_kv(k, v, strategy, queries=q, **STRATEGIES[strategy])
     assert small.error is not None
@@ -157,7 +158,7 @@ def test_large_sums_of_attention_fit_float16() -> None:
 
 
 def test_the_keys_of_a_budget() -> None:
-    """Each strategy against a plain implementation of its definition."""
+    """Each strategy with a budget, compared with a plain implementation of its definition."""
     q, k, v = tokens("cpu", seed=3)
     weights = probabilities(q, k)
     few = ck.compress_kv(k, v, "sink_window", budget=10, sinks=3).positions

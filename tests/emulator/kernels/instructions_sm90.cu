@@ -5,7 +5,8 @@
 //   bulk_copy, multicast       PIECE: bytes of a copy
 //   wgmma                      IMAGE: bytes of shared memory; COLUMNS 64|128|256; SWIZZLE 0: none,
 //                              1: 128 bytes, 2: 64, 3: 32; TRANSPOSED_A, TRANSPOSED_B 0|1;
-//                              REGISTERS 0|1: operand a is in registers; FLOAT8 0|1, COLUMNS 64
+//                              REGISTERS 0|1: operand a is in registers; FLOAT8 0|1: operands are
+//                              e4m3, with COLUMNS 64
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/mbarrier.cuh"
@@ -85,7 +86,7 @@ extern "C" __global__ void tensor_store(const uint4* image,  // BYTES
 
 #ifdef PIECE
 
-// Copies bytes to shared memory and back, both ways with TMA.
+// Copies `from` to shared memory and from there to `to`, with bulk copies.
 extern "C" __global__ void bulk_copy(const uint4* from, uint4* to) {  // PIECE bytes
   __shared__ cukit::Mbarrier barrier;
   CUKIT_DYNAMIC_SHARED(unsigned char, piece);

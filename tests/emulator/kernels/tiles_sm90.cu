@@ -1,7 +1,7 @@
-// out = a b^T with tiles of every swizzle and both majors, to test the layouts of SharedTile. One tile;
-// each of two consumer warpgroups multiplies half of a's rows.
-// Macros: SWIZZLE 0 none | 1 128 | 2 64 | 3 32 bytes; A_MN, B_MN 0|1 the operand is transposed, with k along
-//   its rows; COLUMNS of out, DEPTH of k; STAGED 0|1 the result is stored with TMA.
+// out = a b^T from K-major or MN-major tiles with any swizzle, to test the layouts of SharedTile.
+// One output tile; each of two consumer warpgroups computes half of its rows.
+// Macros: SWIZZLE 0 none | 1 128 | 2 64 | 3 32 bytes; A_MN, B_MN 0|1 the operand is MN-major: its
+//   rows are k; COLUMNS of out, DEPTH of k; STAGED 0|1 the result is stored with TMA.
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
 #include "common/hopper/store.cuh"
@@ -22,7 +22,7 @@ template <int Rows>
 struct Operand<false, Rows> {
   using Tile = cukit::SharedTile<T, Rows, DEPTH, kSwizzle>;
   static constexpr int kSteps = Tile::kSteps;
-  static constexpr int kGroup = Tile::rows(cukit::kWarpgroupRows);  // between warpgroups
+  static constexpr int kGroup = Tile::rows(cukit::kWarpgroupRows);  // offset of warpgroup 1
   CUKIT_DEVICE static unsigned long long descriptor(const unsigned char* tile, int step) {
     return Tile::k_major(tile) + Tile::k_step(step);
   }

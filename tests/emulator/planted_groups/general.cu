@@ -100,7 +100,7 @@ extern "C" __global__ void wait_for_the_wrong_group(const float* x, float* out) 
   out[threadIdx.x] = rows[4 * kThreads + 4 * (kThreads - 1 - threadIdx.x)];
 }
 
-// 64 threads; the warps expect different numbers of threads.
+// 64 threads: with the bug, the two warps pass different thread counts to the named barrier.
 extern "C" __global__ void mismatched_barrier(const float* x, float* out) {
   __shared__ float row[64];
   row[threadIdx.x] = x[threadIdx.x];

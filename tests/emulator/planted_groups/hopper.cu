@@ -136,7 +136,7 @@ extern "C" __global__ void mbarrier_never_completes(const __grid_constant__ cuki
   multiply(tile, out, cukit::OperandSwizzle::Bytes128);
 }
 
-// Two blocks of a cluster: each sends its rank to the other.
+// A cluster of two blocks of 64 threads: each block sends its rank to the other.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) missing_cluster_barrier(float* out) {
   __shared__ float from_other;
   const int rank = cukit::cluster_rank();

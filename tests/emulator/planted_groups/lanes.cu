@@ -15,7 +15,7 @@ extern "C" __global__ void planted_lanes(const unsigned* x, int instruction, int
   const int lane = threadIdx.x;
   unsigned r[4];
   for (int i = 0; i < 4; ++i) r[i] = x[i * 32 + lane];
-  // Row `lane` of four matrices, in which register i of lane 4 r + c is word c of row r of matrix i.
+  // Four 8 x 8 matrices: register i of lane 4 r + c is word c of row r of matrix i.
   for (int i = 0; i < 4; ++i) {
     reinterpret_cast<unsigned*>(rows)[i * 32 + lane] = r[i];
   }

@@ -105,7 +105,7 @@ CUKIT_DEVICE void operand_overwritten_by_a_copy(const Arguments& all) {
   store(all);
 }
 
-// planted_tma initialises the mbarriers without a fence_mbarrier_init.
+// If planted, planted_tma initialises the mbarriers without fence_mbarrier_init.
 CUKIT_DEVICE void missing_mbarrier_fence(const Arguments& all) {
   load(all);
   store(all);
@@ -176,7 +176,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) planted_cluster(
   cukit::cluster_wait();
 }
 
-// out = the box [1, 8 rows, 1, 8 columns] of float32 at (x, 0, z, w), innermost axis first.
+// out [8 rows, 8 columns] = the box of float32 at coordinates (x, 0, z, w), innermost axis first.
 extern "C" __global__ void read_box(const __grid_constant__ cukit::TensorMap map, int x, int z, int w,
                                     unsigned* out) {
   __shared__ Shared shared;

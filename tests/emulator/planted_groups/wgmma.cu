@@ -1,5 +1,6 @@
-// Bugs in the use of wgmma's registers, groups and warpgroups, one per function, which contains the bug if
-// `planted` is true. One block of 256 threads, whose second warpgroup multiplies.
+// Bugs in the use of wgmma's registers, groups and warpgroups. Each function contains one bug if
+// `planted` is true, and is correct otherwise. One block of 256 threads, in which the second
+// warpgroup multiplies.
 //
 // Each function computes out = x x^T, [64, 64], from a tile of 64 x 64 float16 in shared memory.
 #include "common/platform.cuh"
@@ -16,12 +17,12 @@ constexpr int kSteps = 4;    // of 16 columns
 using Sums = float[32];
 using Fragment = unsigned[4];
 
-// No swizzle: eight rows of 16 bytes follow each other, then the next columns, then the next rows.
+// No swizzle: core matrices of eight 16-byte rows, first along the columns, then along the rows.
 CUKIT_DEVICE unsigned long long operand(const unsigned char* tile, int step) {
   return cukit::matrix_descriptor(tile + step * 256, cukit::OperandSwizzle::None, 128, 1024);
 }
 
-// Offset of chunk `chunk` of a row.
+// Byte offset of 16-byte chunk `chunk` of a row.
 CUKIT_DEVICE int place_of(int row, int chunk) { return row / 8 * 1024 + chunk * 128 + row % 8 * 16; }
 
 // Copies x to the tile; `visible`: with the proxy fence that wgmma needs.
@@ -46,7 +47,7 @@ CUKIT_DEVICE void store(float* out, const Sums& sums) {
   }
 }
 
-// Sixteen rows and columns of the tile as operand a.
+// Loads the warp's 16 rows and the step's 16 columns of the tile as operand a.
 CUKIT_DEVICE void load_fragment(Fragment& a, const unsigned char* tile, int step) {
   const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16;
   cukit::ldmatrix_x4(a, cukit::shared_address(tile + place_of(row, 2 * step + threadIdx.x % 32 / 16)));
@@ -72,7 +73,7 @@ CUKIT_DEVICE void accumulators_changed_in_flight(unsigned char* tile, float* out
   store(out, sums);
 }
 
-// One set of registers for all steps: the wgmma of a step must have read it before the next load.
+// All steps use the same registers: the wgmma of a step must have read them before the next load.
 CUKIT_DEVICE void operand_a_changed_in_flight(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   Fragment a;
@@ -87,7 +88,7 @@ CUKIT_DEVICE void operand_a_changed_in_flight(unsigned char* tile, float* out, b
   store(out, sums);
 }
 
-// Reading operand a while a wgmma reads it is legal.
+// Reading operand a while a wgmma reads it is legal; writing it is the bug.
 CUKIT_DEVICE void operand_a_read_in_flight(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   Fragment a[kSteps];
@@ -127,7 +128,7 @@ CUKIT_DEVICE void commit_too_early(unsigned char* tile, float* out, bool planted
   store(out, sums);
 }
 
-// Two groups; the second is read.
+// Two groups are in flight; the bug is to read the second after a wait for the first alone.
 CUKIT_DEVICE void lax_wait(unsigned char* tile, float* out, bool planted) {
   Sums first, second;
   cukit::wgmma_fence();
@@ -144,7 +145,7 @@ CUKIT_DEVICE void lax_wait(unsigned char* tile, float* out, bool planted) {
   cukit::wgmma_wait<0>(first);
 }
 
-// Two groups; the second still reads the tile.
+// Two groups are in flight; the bug is to overwrite the tile while the second still reads it.
 CUKIT_DEVICE void lax_wait_for_an_operand(unsigned char* tile, float* out, bool planted) {
   Sums first, second;
   cukit::wgmma_fence();
@@ -163,7 +164,7 @@ CUKIT_DEVICE void lax_wait_for_an_operand(unsigned char* tile, float* out, bool 
   store(out, first);
 }
 
-// One warp has waited, but other warps of the warpgroup may not have.
+// A warp overwrites the tile after its own wait; the wgmmas of other warps may still read the tile.
 CUKIT_DEVICE void missing_barrier_after_the_wait(unsigned char* tile, float* out, bool planted) {
   Sums sums;
   cukit::wgmma_fence();
@@ -325,7 +326,7 @@ CUKIT_DEVICE void descriptors_differ(unsigned char* tile, float* out, bool plant
   store(out, sums);
 }
 
-// The kernel (below) calls this in 128 threads that are not a warpgroup: their first warp is warp 3.
+// If planted, the kernel (below) calls this in 128 threads that are not a warpgroup: warps 3 to 6.
 CUKIT_DEVICE void misplaced_warpgroup(unsigned char* tile, float* out, bool) {
   Sums sums;
   cukit::wgmma_fence();
@@ -335,7 +336,7 @@ CUKIT_DEVICE void misplaced_warpgroup(unsigned char* tile, float* out, bool) {
   store(out, sums);
 }
 
-// The tile (below) was written without a fence_proxy_async.
+// If planted, the kernel (below) writes the tile without fence_proxy_async.
 CUKIT_DEVICE void missing_proxy_fence(unsigned char* tile, float* out, bool) {
   misplaced_warpgroup(tile, out, false);
 }

@@ -46,7 +46,7 @@ __global__ void rank_sort(const float* in, float* out, int n) {
   out[rank] = in[i];
 }
 
-// A block sorts 32 bits by splitting them, one at a time.
+// A block sorts 128 values by their lowest `bits` bits, splitting by one bit at a time.
 __global__ void radix_split(unsigned int* data, int bits) {
   __shared__ unsigned int values[128];
   __shared__ int sums[128];

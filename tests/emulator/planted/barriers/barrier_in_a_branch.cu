@@ -1,4 +1,4 @@
-// Half of the threads wait at a barrier in a branch that the others do not take; those spin on a flag that
+// One warp waits at a barrier in a branch that the other does not take; the other polls a flag that
 // is set after the barrier.
 //
 // launch: block=64

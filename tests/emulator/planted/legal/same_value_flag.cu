@@ -1,4 +1,4 @@
-// Many threads set a flag to the same value, which is not a race with same_value_writes.
+// Many threads set a flag to the same value, which is not a race with the option same_value_writes.
 //
 // launch: grid=2, block=64
 // options: same_value_writes=True, global_races=True
