@@ -3,11 +3,13 @@
     python -m profiling.compare_sass main --source attention/flash_attention_sm90.cu
 
 Compiles every registered variant of the sources, in this tree and in a copy of the revision. Prints
-for each variant whether the instructions are bitwise identical, and otherwise registers, spills and
-instruction counts of both. If the machine code is identical, a refactoring needs no timing.
+for each variant whether the instructions are bitwise identical, and its instruction count,
+registers and spills, for both revisions if they differ. A refactoring with identical machine code
+needs no timing.
 
---cubins FOLDER keeps the cubins of variants that differ, as NAME.before.cubin and NAME.after.cubin,
-for nvdisasm. The exit code is 1 if a variant differs.
+--cubins FOLDER keeps the cubins of variants that differ, for nvdisasm, as 00.before.cubin and
+00.after.cubin; the number of each variant is printed. The exit code is 1 if a variant differs or
+exists in only one of the revisions.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def collect_revision(revision: str, arch: str, sources: Sequence[str]) -> dict[s
 
 
 def differing(before: Mapping[str, Code], after: Mapping[str, Code]) -> list[str]:
-    """Print one line per variant; return the names of those that differ."""
+    """Print the comparison of each variant; return the names of those that differ."""
     names = []
     for name in sorted(before.keys() | after.keys()):
         old, new = before.get(name), after.get(name)

@@ -5,7 +5,7 @@
 
 The tests are distributed over processes, each with its own pool. The run with CuPy's pool is first
 and compiles the kernels, so the times are not comparable. Tests marked slow or multi_gpu are
-excluded. The exit code is 1 if the outcome of a test differs between both runs.
+excluded. The exit code is 1 if an outcome differs between the two runs, or a process crashed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARD = "CUKIT_CUPY_SUITE"
 """Environment variable with the task of a process, as JSON."""
 
 GRACE_SECONDS = 60
-"""Extra time for the test that runs when the time limit is reached."""
+"""Extra time after the time limit for the running tests to finish."""
 
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the table, and every difference."""
+    """Print the number of tests by outcome, and every difference."""
     print(f"{'':<14}" + "".join(f"{outcome:>9}" for outcome in OUTCOMES))
     for way in ("without", "with"):
         counts = "".join(f"{result[way].get(outcome, 0):>9}" for outcome in OUTCOMES)

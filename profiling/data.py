@@ -1,7 +1,7 @@
 """Inputs of the cases: random CuPy arrays, or NumPy arrays without a GPU.
 
-Values are normally distributed, never constant: constant data draws less power and can run
-measurably faster than real data.
+Floating-point values are normally distributed, never constant: kernels draw less power on constant
+data, and can then be measurably faster than on real data.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ DTYPES: dict[str, Any] = {
 }
 
 
-# Counter-based, without cuRAND: SplitMix64 of the element's index, then Box-Muller on its upper and
-# lower 24 bits, scaled by 2^-24 and, for the argument of cospi, by 2^-23.
+# A counter-based generator, without cuRAND: SplitMix64 hashes the element's index. Box-Muller uses
+# the upper 24 bits of the hash, times 2^-24, for the radius, and the lower 24 bits, times 2^-23, as
+# the argument of cospi.
 _BITS = """
     unsigned long long bits = seed + 0x9E3779B97F4A7C15ull * (i + 1);
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9ull;

@@ -4,7 +4,7 @@
 
 For each setting, prints bits per byte of the teacher and of the student alone, then of the student
 distilled in several ways, with the gain over the student alone (95% interval over validation
-windows) and the share of the gap that it closes. Conclusions are in
+windows) and the share of the gap between student and teacher that it closes. Conclusions are in
 profiling/notes/distillation_step.md.
 """
 
@@ -38,8 +38,8 @@ class Setting:
     options: Mapping[str, Any]
     packages: bool
     ways: Mapping[str, Mapping[str, float]] = field(default_factory=lambda: {"logits": {}})
-    """Name -> alpha and temperature, if not those of the settings, and the weights `hidden` and
-    `attention` of further terms."""
+    """Name -> `alpha` and `temperature`, where they differ from the options, and the weights
+    `hidden` and `attention` of the terms on hidden states and attention."""
 
 
 _STUDENT = {"student_hidden": 256, "student_layers": 4}
@@ -80,7 +80,7 @@ SMALL = (
 
 
 class Bench:
-    """Trains models on one corpus."""
+    """Trains and evaluates models on one corpus."""
 
     def __init__(self, settings: DistillSettings, corpus: Corpus) -> None:
         self.settings, self._corpus = settings, corpus

@@ -32,7 +32,7 @@ def describe(timer: Timer) -> dict[str, Any]:
 
 
 def _gemm() -> Callable[[], Any]:
-    """Return a large BF16 matrix product through cuBLAS, as load for the GPU."""
+    """Return a large bfloat16 matrix product by cuBLAS, to load the GPU."""
     from cukit.gemm import matmul
 
     a = normal((GEMM_SIZE, GEMM_SIZE), "bfloat16")

@@ -1,7 +1,8 @@
 """Draws the figures of the measured results: `python -m profiling.figures` (`make tables`).
 
-Each op has two bars, cukit and the fastest peer, on its largest case. The figures depend on
-profiling/results/ alone, and a test compares both. They follow the browser's light or dark mode.
+Each op has two bars, cukit and the fastest peer, on its largest case. The figures depend only on
+profiling/results/h200.json, and a test checks that they are up to date. They follow the browser's
+light or dark mode.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> int:
 
 
 def figures(results: dict[str, Any]) -> dict[Path, str]:
-    """The figure of all ops, one of the README's, and one per documentation page."""
+    """The figure of all ops, one of the README's ops, and one per documentation page, by path."""
     drawn = {FIGURE: draw(results)}
     for page, ops in {"highlights": HIGHLIGHTS, **PAGES}.items():
         drawn[FIGURE.with_name(f"benchmarks_{page}.svg")] = draw(results, ops)
@@ -51,7 +52,7 @@ def draw(results: dict[str, Any], ops: Collection[str] | None = None) -> str | N
 
 
 def _legend() -> list[str]:
-    """The names of the two series, in the upper right corner."""
+    """The legend of the two series, in the upper right corner."""
     parts = []
     x = WIDTH - MARGIN
     for series, name in ((1, FASTEST_PEER), (0, OURS)):

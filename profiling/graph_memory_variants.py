@@ -2,7 +2,7 @@
 
     python -m profiling.graph_memory_variants [parts]
 
-The launches of a retrieval are timed separately first; with `parts`, only these.
+First times each launch of a retrieval separately; with `parts`, times nothing else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def compare(name: str, impls: dict[str, Any]) -> None:
 
 
 def diffusion_impls() -> dict[str, Any]:
-    """Return a diffusion for each slice width and number of slices per launch."""
+    """Return a diffusion for each slice width (8 columns per lane) and slices per launch."""
     memory = normal((65536, 256), DTYPE)
     transition = _graph(memory, 65536, 32)
     impls = {}
@@ -45,7 +45,7 @@ def diffusion_impls() -> dict[str, Any]:
 
 
 def retrieval_impls(num_queries: int) -> dict[str, Any]:
-    """Return a retrieval for each variant of the planned stages, tile rows and thread blocks."""
+    """Return a retrieval by the plan, and one for each change of its stages, rows or blocks."""
     queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
     plain = retrieve.plan_maxima
     impls = {}
@@ -110,7 +110,8 @@ def print_parts(num_queries: int, k: int = 64) -> None:
 
 
 def _planned(module: Any, name: str, plan: Any, call: Any) -> Any:
-    """Return `call` with another plan and its own launch cache: cache keys exclude the plan."""
+    """Return `call` with another plan, and with its own launch cache, since the keys of the
+    module's cache do not include the plan."""
     cache: dict[str, Any] = {}
 
     def planned() -> Any:

@@ -40,7 +40,7 @@ def backward_impls(
     *constants: Any,
     liger: LigerFunction | None = None,
 ) -> dict[str, Callable[[], Call]]:
-    """Implementations of the gradients of `torch_function(*inputs, *constants)` for `inputs`."""
+    """Implementations of the gradient of `torch_function(*inputs, *constants)` for each input."""
     impls: dict[str, Callable[[], Call]] = {
         "cukit": lambda: ours,
         "torch-eager": lambda: peers.backward(

@@ -3,7 +3,8 @@
     python -m profiling.indexer_variants [--quick]
 
 A variant `M-N-KEYS-QUERIES-BLOCKS[-wgmma]` has tiles of M queries and N keys in the sweep over all
-scores, tiles of KEYS and QUERIES in the key-gradient kernel, and BLOCKS thread blocks per SM.
+scores, tiles of KEYS and QUERIES in the key-gradient kernel, and BLOCKS thread blocks of the sweep
+per SM.
 Results are only printed; conclusions are in profiling/notes/attention_distillation.md.
 """
 
@@ -78,7 +79,7 @@ def _impl(ours: Callable[[], Call], tiling: IndexerTiling) -> Call:
 
 
 def main() -> int:
-    """Runs the comparison."""
+    """Run the comparison."""
     cases = [
         _with_tilings(make(shape)) for shape in SHAPES for make in (forward_case, backward_case)
     ]

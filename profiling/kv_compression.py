@@ -3,9 +3,9 @@
     python -m profiling.kv_compression runs/distill/teacher.safetensors
     python -m profiling.kv_compression MODEL --write      # into docs/kv_cache.md
 
-Validation windows are split in two. The model reads the first three quarters, whose keys and values
-are rounded to 16 bits and then compressed. It predicts every byte of the last quarter from the
-compressed keys and values and the uncompressed ones of the preceding bytes. Nothing is timed.
+Each validation window has a prompt, its first three quarters, whose keys and values are rounded to
+16 bits and then compressed. The model predicts every byte of the last quarter from the compressed
+keys and values of the prompt and the uncompressed ones of the last quarter. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,11 @@ def strategies(prompt: int) -> list[tuple[str, str, Options]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy. `ratio`, `error`: means over layers and batches. `bits`: per window."""
+    """The result of one strategy.
+
+    ratio: compression ratio; error: of attention outputs. Both are means over layers and batches.
+    bits: bits per byte of each window.
+    """
 
     title: str
     ratio: float
@@ -77,7 +81,7 @@ class Row:
 
 
 class CompressedPrompt:
-    """Caches of a forward pass (cukit.models.LayerCaches), compressed after the first pass.
+    """Caches of all layers (cukit.models.LayerCaches), filled and compressed by the first pass.
 
     strategy: None keeps the prompt uncompressed, in 16 bits.
     """
@@ -90,7 +94,7 @@ class CompressedPrompt:
         self._strategy, self._options = strategy, options
 
     def attend(self, q: Any, k: Any, v: Any, layer: int) -> tuple[Any, Any]:
-        """Attend exactly in the prompt; later, over the compressed prompt and the new tokens."""
+        """Attend without compression in the prompt, later to its compressed form and new tokens."""
         dtype = q.dtype
         q, k, v = (array.astype(np.float16) for array in (q, k, v))
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
@@ -136,7 +140,7 @@ def measure(
 
 
 def measure_all(model: Transformer, text: Any, num_windows: int) -> list[Row]:
-    """A row for no compression, then one for each strategy."""
+    """Return a row without compression, then one for each strategy."""
     seq_len = model.config.max_positions
     batches = list(validation_batches(text, batch=BATCH, seq_len=seq_len, max_windows=num_windows))
     rows: list[tuple[str, str | None, Options]] = [("none", None, {})]

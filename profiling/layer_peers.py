@@ -29,7 +29,7 @@ def torch_rms_norm_residual(torch: ModuleType) -> Callable[..., Any]:
 
 def liger_rms_norm() -> Callable[..., Any]:
     function = peers.optional("liger_kernel.ops.rms_norm").LigerRMSNormFunction
-    # In-place, its backward would overwrite the gradient that the next sample reads.
+    # The last argument is in_place: True would overwrite grad_out, which the next sample reads.
     return lambda x, weight: function.apply(x, weight, EPS, 0.0, "llama", False)
 
 

@@ -1,4 +1,4 @@
-"""Times splits of the rows of divergences, and the products of the fused heads:
+"""Times variants of the divergence kernels, and the matrix products of the fused losses:
 
     python -m profiling.loss_variants rows
     python -m profiling.loss_variants products
@@ -6,9 +6,9 @@
     python -m profiling.loss_variants options
 
 rows: a variant `THREADS,CLUSTER,CACHED` gives the threads per block, the blocks per row and the
-vectors of each tensor that a thread keeps in registers. products: each product of a chunk of
-tokens, with each kernel that matmul could choose. heads: complete losses, by tokens per chunk.
-options: losses on logits, with and without options. Results are printed only; conclusions are in
+vectors of each tensor that a thread keeps in shared memory. products: each product of a chunk of
+tokens, by cuBLAS and by `linear`. heads: complete losses, by tokens per chunk. options: losses on
+logits, with and without options. Results are only printed; conclusions are in
 profiling/notes/losses.md.
 """
 
@@ -49,17 +49,18 @@ SPLITS = {
 """(threads, cluster, cached) by vocabulary."""
 
 COMPARED = {32768: ("reverse_kl", "skewed_forward_kl", "total_variation"), 256000: ()}
-"""Divergences that are also timed with torch.compile, which takes seconds to compile each."""
+"""Divergences that are also timed with torch.compile: compiling each takes seconds."""
 
 DISTANCES = (0.4, 0.05)
-"""Distances of student and teacher, in addition to independent logits."""
+"""Standard deviations of student - teacher, in addition to independent logits."""
 
 HEADS = ((4096, 2304, 256000), (8192, 4096, 128256), (4096, 2048, 32768))
 CHUNKS = (1024, 2048, 4096)
 
 
 def rows(names: Sequence[str] = ()) -> list[Case]:
-    """Return cases of divergences (default: all) of 4096 rows of logits, with every split."""
+    """Return cases of divergences (default: all) of 4096 rows of logits, with every split; then the
+    Jensen-Shannon divergence of a student close to its teacher, by the plan."""
     found = names or DIVERGENCES
     cases = [_with_splits(4096, size, name) for size in SPLITS for name in found]
     near = [divergence_case(4096, 32768, "jsd", distance=each) for each in DISTANCES]
@@ -77,7 +78,7 @@ def _alone(case: Case) -> Case:
 
 
 def options() -> None:
-    """Print the cost of options on logits."""
+    """Print the times of losses on logits, with and without options."""
     benchmark = _benchmark()
     for tokens, vocab_size in ((4096, 32768), (4096, 256000)):
         student, teacher = (normal((tokens, vocab_size), DTYPE) for _ in range(2))
@@ -142,7 +143,7 @@ def _with_splits(tokens: int, vocab_size: int, divergence: str) -> Case:
 
 
 def compile_splits(names: Sequence[str] = ()) -> None:
-    """Fill the kernel cache, on all cores."""
+    """Compile the kernels of all splits in parallel, into the kernel cache."""
     device = current_device()
     specs = {
         _divergence_rows.plan_divergence(
@@ -157,7 +158,7 @@ def compile_splits(names: Sequence[str] = ()) -> None:
 
 
 def _split_impl(ours: Callable[[], Call], split: tuple[int, int, int]) -> Call:
-    """Return a call of cukit with another plan."""
+    """Return a call of cukit with the given split instead of the plan's."""
     module: Any = sys.modules[distillation_loss.__module__]
     threads, cluster, cached = split
     plan = partial(
@@ -180,7 +181,7 @@ def _split_impl(ours: Callable[[], Call], split: tuple[int, int, int]) -> Call:
 
 
 def products() -> None:
-    """Print the time of each product of a chunk, by kernel; `*` marks the choice of matmul."""
+    """Print the time of each product of a chunk, by kernel; `*` marks the kernel matmul chooses."""
     benchmark = _benchmark()
     print(benchmark.environment, flush=True)
     for tokens, hidden, vocab_size in HEADS:

@@ -9,12 +9,12 @@ Records have the family "memory_pool", and additional fields:
                            free_mean_us, completed, failure, limit_bytes, peak_live_bytes,
                            peak_reserved_bytes, fragmentation. "Tight": the limit is 1.05 times the
                            log's peak of live bytes, plus 2 MiB per stream.
-    pair                   an allocation and its free, of a size that was freed just before
-    remap                  an allocation that only scattered pages can serve
+    pair                   an allocation and its free, of the size that was freed just before
+    remap                  an allocation for which scattered free pages must be remapped
     defragment             compaction of all buffers of a pool; gbps counts bytes read and written,
                            copy_us and copy_gbps are of the copy kernel only
-    training_step          a step of `cukit distill` with arrays from the pool; host_us until it is
-                           enqueued, tokens_per_second. Needs a GPU
+    training_step          a step of `cukit distill` with arrays from the pool; host_us until the
+                           step is enqueued, tokens_per_second. Needs a GPU
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ DEFRAGMENTED = (
     (64 * 1024, 65536, None),
     (16 * MIB, 2048, 64 * MIB),
 )
-"""Bytes per buffer, number of buffers, bytes per page (buffers of whole pages are remapped, not
-moved). The first is for a small run."""
+"""Bytes per buffer, number of buffers, bytes per page (None: the default). Buffers are smaller than
+a page, because buffers of whole pages would be remapped, not copied. The first entry is only for
+`--small`."""
 
 
 def logs(small: bool) -> list[str]:
@@ -133,7 +134,8 @@ def _timed(op: str, case: str, impl: str, rounds: Sequence[Sequence[float]], **m
 
 
 def pair_records(pools: Sequence[str], small: bool) -> list[Record]:
-    """Time an allocation and its free through each pool's own functions, and through CuPy."""
+    """Time an allocation and its free through each pool's own functions and, for cukit's and CuPy's
+    pools on a GPU, through CuPy."""
     count = 200 if small else PAIRS
     impls: dict[tuple[str, str], Callable[[], float]] = {}
     for name, size in PAIR_SIZES.items():
@@ -202,7 +204,7 @@ def _cupy_pair(pool: str, size: int, count: int) -> Callable[[], float] | None:
 
 
 def remap_records(small: bool) -> list[Record]:
-    """Time one large block remapped from single pages between live pages."""
+    """Time the allocation of one large block by remapping free pages between live ones."""
     total = 32 * MIB if small else GIB
     records = []
     for page in (2 * MIB,) if small else (2 * MIB, 16 * MIB):
@@ -253,7 +255,7 @@ def defragment_records(small: bool) -> list[Record]:
 
 
 def _defragment_once(size: int, count: int, page: int | None) -> tuple[float, int, float]:
-    """Return microseconds, bytes moved, and the GPU time of the copies (0 on the host)."""
+    """Return microseconds, bytes moved, and GPU microseconds of the copies (0 on the host)."""
     pool = MemoryPool(provider=_provider(page) if page else None)
     buffers = [pool.allocate_buffer(size) for _ in range(count)]
     for buffer in buffers[::2]:

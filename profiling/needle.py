@@ -1,12 +1,12 @@
-"""Retrieval accuracy of attention over long caches of 8 or 4 bits:
+"""Retrieval accuracy of attention over long KV caches of 16, 8 and 4 bits:
 
     python -m profiling.needle [KEYS]
     python -m profiling.needle --write      # into docs/kv_cache.md
 
-The needle of a query is a key with the query's direction, one of KEYS (131072) random keys, with an
-attention weight of 0.7 / sqrt(KEYS), 1/517: small enough that some are missed in 16 bits. The
-output is compared with the values of a thousand tokens; the needle counts as found if its value is
-the closest. Prints a table.
+The needle of a query is one of KEYS (131072) keys. The others are random; the needle has the
+query's direction and an attention weight of 0.7 / sqrt(KEYS), 1/517, small enough that some needles
+are missed in 16 bits. A needle counts as found if the output's dot product with its value is at
+least as large as those with the values of a thousand random tokens. Prints a table.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from profiling.tables import ROOT, markdown
 KEYS = 131072
 HEAD_DIM, HEADS, GROUP = 128, 2, 64
 WEIGHT = 0.7
-"""Weight of a needle, times the square root of the number of keys. All other keys contribute 1.6
-divided by that root to an output, in units of one value."""
+"""Attention weight of a needle, times the square root of the number of keys. All other keys
+together add noise with a standard deviation of 1.6 divided by that root; values have one of 1."""
 _CANDIDATES = 1000
 QUERIES = 512
 DOCUMENT = "docs/kv_cache.md"
@@ -51,7 +51,8 @@ class Haystack:
             rng.standard_normal((rows, *shape), np.float32) for rows in (queries, keys, keys)
         )
         self.needles = np.stack([rng.permutation(keys)[:queries] for _ in range(HEADS)], axis=1)
-        # Its weight times the sum over random keys, whose scores are standard normal.
+        # exp(score) is the weight times sum(exp(scores)) of the random keys, about keys * exp(0.5),
+        # as their scores are standard normal.
         score = math.log(WEIGHT * math.sqrt(keys) * math.exp(0.5))
         for head in range(HEADS):
             q = self.q[:, head]
@@ -60,8 +61,7 @@ class Haystack:
         self.others = rng.permutation(keys)[:_CANDIDATES]
 
     def found(self, out: Any) -> float:
-        """The share of queries whose output, [queries, heads, head_dim], is closest to the value of
-        their needle."""
+        """The share of needles found in `out`, [queries, heads, head_dim]."""
         host = np.asarray(out if self.xp is np else out.get(), np.float32)
         hits = 0
         for head in range(HEADS):
@@ -78,7 +78,7 @@ class Haystack:
 
 
 def outputs(haystack: Haystack) -> dict[str, Callable[[], Any]]:
-    """Outputs [queries, heads, head_dim] for each storage format of keys and values."""
+    """Functions that return outputs [queries, heads, head_dim], one per storage format."""
     xp = haystack.xp
     q, k, v = haystack.arrays()
     keys = k.shape[1]

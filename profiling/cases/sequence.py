@@ -1,4 +1,4 @@
-"""Cases of `cukit.sequence`: scans of prompts, and single steps."""
+"""Cases of `cukit.sequence`: gated scans, causal convolutions, one-token steps, primitives."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ DTYPE = "bfloat16"
 
 
 def cases(small: bool = False) -> list[Case]:
-    """[sequences, tokens, heads, groups, head_dim, state_dim]: keys per head (gated linear
-    attention) and shared by all heads (Mamba-2), many short sequences and one long one; with a
-    decay per head, and some with a decay per channel of the state."""
+    """All cases of the family.
+
+    shapes: [sequences, tokens, heads, groups, head_dim, state_dim] of scans with a decay per head:
+    one sequence or eight shorter ones, with keys per head (gated linear attention) or shared by all
+    heads (Mamba-2). channels: the same with a decay per channel of the state.
+    """
     if small:
         shapes, steps = [(2, 100, 2, 1, 16, 24)], [(2, 2, 1, 16, 24)]
         channels = shapes
@@ -72,7 +75,8 @@ def _inputs(
     *,
     channels: bool = False,
 ) -> _Inputs:
-    """A decay of 8 % per token on average, and at least 4 %: `_ChunkScan` divides x by it."""
+    """Random arguments. The logarithmic decays average -0.08 per token and are at most -0.04,
+    because `_ChunkScan` divides x by them."""
     keys = (batch, seq_len, num_groups, state_dim)
     decays = (batch, seq_len, num_heads, *((state_dim,) if channels else ()))
     return _Inputs(
@@ -84,7 +88,7 @@ def _inputs(
 
 
 def _chunk_gla(num_heads: int, num_groups: int, final: bool, channels: bool) -> Callable[..., Any]:
-    """flash-linear-attention's chunked kernels, for x, b, c and decays."""
+    """Return flash-linear-attention's chunked scan as a function of x, b, c and decay."""
     name = "gla" if channels else "simple_gla"
     chunked = getattr(peers.optional(f"fla.ops.{name}"), f"chunk_{name}")
     if num_heads != num_groups:
@@ -98,7 +102,7 @@ def _chunk_gla(num_heads: int, num_groups: int, final: bool, channels: bool) -> 
 
 
 class _ChunkScan:
-    """Mamba-2's chunked kernels: h_t = exp(a s_t) h_{t-1} + s_t b_t v_t^T with a number a per head.
+    """Mamba-2's chunked kernels: h_t = exp(a s_t) h_{t-1} + s_t b_t v_t^T with a scalar a per head.
     They compute `gated_scan` with a = -1, s = -decay and v = x / s."""
 
     def __init__(self, inputs: _Inputs, *, channels: bool) -> None:
@@ -106,7 +110,7 @@ class _ChunkScan:
         self._channels = channels
 
     def _arguments(self) -> tuple[Any, ...]:
-        """v, b, c, s."""
+        """Return v, b, c and s."""
         x, b, c, decay = self._inputs
         return (x.astype("float32") / -decay[..., None]).astype(x.dtype), b, c, -decay
 
@@ -135,8 +139,11 @@ class _ChunkScan:
         return y, final_state.transpose(-1, -2).contiguous()
 
     def gradients(self, gradients: Any) -> Any:
-        """Convert Mamba-2's gradients to those of `gated_scan`'s arguments. The gradient of a decay
-        is a difference of two sums that are six times larger, one of which has been rounded."""
+        """Convert Mamba-2's gradients to those of `gated_scan`'s arguments.
+
+        The gradient of a decay is the difference of two sums, each six times as large, and the
+        first sum is computed from a gradient rounded to bfloat16.
+        """
         of_values, of_b, of_c, of_steps = gradients
         values, _, _, steps = (peers.to_torch(array).float() for array in self._arguments())
         of_x = of_values.float() / steps[..., None]
@@ -206,7 +213,7 @@ def backward_case(
     *,
     channels: bool = False,
 ) -> Case:
-    """Backward only, from the forward's arguments, as in the peers."""
+    """The backward alone; like the peers' backwards, it recomputes the states."""
     shape = (batch, seq_len, num_heads, num_groups, head_dim, state_dim)
 
     def build() -> Workload:
@@ -252,7 +259,7 @@ def backward_case(
 
 
 def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_dim: int) -> Case:
-    """One token per sequence: reads and writes the states."""
+    """One token per sequence. `bytes` counts one read and one write of the float32 states."""
 
     def build() -> Workload:
         x, decay = (
@@ -281,7 +288,7 @@ def step_case(batch: int, num_heads: int, num_groups: int, head_dim: int, state_
 
 def conv_case(batch: int, seq_len: int, channels: int, backward: bool) -> Case:
     """Width 4 with bias and SiLU; the peers are flash-linear-attention's Triton kernel and
-    cuDNN."""
+    torch's conv1d."""
     shape = (batch, seq_len, channels)
 
     def build() -> Workload:
@@ -334,7 +341,8 @@ def conv_case(batch: int, seq_len: int, channels: int, backward: bool) -> Case:
 
 
 def conv_step_case(batch: int, channels: int) -> Case:
-    """One token of each of 32 * batch sequences, with a state that a step leaves unchanged."""
+    """One token for each of 32 * batch sequences. All rows of the state equal x, so that a step
+    leaves it unchanged."""
 
     def build() -> Workload:
         x = normal((32 * batch, channels), DTYPE)
