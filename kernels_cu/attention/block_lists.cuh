@@ -1,9 +1,10 @@
 // Block masks of attention: which blocks of keys are visible to a block of queries.
 //
-// Tiles need not match the mask's blocks. For each tile of queries plan_blocks.cu lists the tiles
-// of keys with a visible pair; in partially masked ones the kernel reads the mask itself.
+// Tiles need not align with the mask's blocks. For each tile of queries plan_blocks.cu lists the
+// tiles of keys that contain a visible (query, key) pair. In partially masked tiles the kernel also
+// reads the mask.
 //
-// Macros: BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and keys of a block.
+// Macros: BLOCK_SPARSE 0|1; with 1: BLOCK_Q queries and BLOCK_KV keys of a block of the mask.
 #pragma once
 
 #include "common/platform.cuh"
@@ -20,11 +21,11 @@
 namespace cukit {
 
 struct BlockLists {
-  // [mask_heads, tiles of queries, 1 + tiles of keys]: the count, then twice the index of each
-  // listed tile, plus 1 if some pair is masked; ascending. At least one tile is listed.
+  // [mask_heads, tiles of queries, 1 + tiles of keys]: the number of listed tiles, at least 1, then
+  // for each of them, in ascending order, 2 * index + (1 if the tile has a masked pair, else 0).
   const int* lists;
   const unsigned char* mask;  // [mask_heads, blocks of queries, blocks of keys]
-  int mask_heads;             // 1: all heads share one
+  int mask_heads;             // 1: all heads share a mask
   int seq_q, seq_kv;
 
   template <int TileM, int TileN>
@@ -54,7 +55,7 @@ struct BlockMask {
   }
 
   // Masks the scores of a fragment's tile (fragment_scores.cuh) that starts at a block boundary or
-  // is inside one block: one read of the mask per row and block.
+  // is inside one block: reads the mask once per row and block of keys.
   template <int N, typename Place>
   CUKIT_DEVICE void hide_whole_blocks(float (&scores)[N], const Place& at) const {
     constexpr int kColumns = 2 * N;

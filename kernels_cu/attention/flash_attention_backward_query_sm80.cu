@@ -5,15 +5,16 @@
 // The score options (score_options.cuh) change P as in the forward; dS is also multiplied by the
 // derivative of a softcap.
 // Paper: Dao, "FlashAttention-2", arXiv:2307.08691, algorithm 2, with queries in the outer loop and
-//   keys in the inner: two more products than flash_attention_backward_sm80.cu, and no atomics.
+//   keys in the inner: recomputing P and dS costs two more products than accumulating dQ in
+//   flash_attention_backward_sm80.cu, but needs no atomics.
 // Mapping: a block owns TILE_M queries of one head, a warp 16 of them. It iterates over the keys
 //   and values in tiles of TILE_N; the next tile is copied while this one is multiplied. dS is a
 //   register operand of its product.
 // Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_M + 2 TILE_N), dynamic:
 //   Q | dO | K, two stages | V, two.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than
-//   HEAD_DIM; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; those of
-//   score_options.cuh and scratch_rows.cuh.
+//   HEAD_DIM; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; DISTILL
+//   (query_rows.cuh), default 0; those of score_options.cuh and scratch_rows.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
@@ -40,13 +41,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const T* __restrict__ grad_out,  // [batch, seq_q, heads_q, value_dim]
         const float* __restrict__ lse_log2,  // scratch rows
         const float* __restrict__ delta,     // scratch rows
-        T* __restrict__ grad_q,          // [batch, seq_q, heads_q, head_dim], contiguous
+        T* __restrict__ grad_q,          // [batch, seq_q, heads_q, head_dim], rows strided
         const float* __restrict__ alibi_slopes, const float* __restrict__ sinks,  // ScoreArrays
         const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
         const int* __restrict__ cu_seqlens_q,   // [batch + 1]
         const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
 #if DISTILL
-        const float* __restrict__ upstream,  // scalar or null: a factor of the gradient
+        const float* __restrict__ upstream,  // scalar or null (1): factor of dQ
 #endif
         const __grid_constant__ cukit::QueryGradientParameters params) {
   const cukit::ScoreSettings& settings = params.settings;
@@ -96,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
   };
   pairs.for_each_tile(shared, q, k, v, grad_out, options.causal_offset, add_tile);
 
-  // A warp writes and stores its own rows of the query tile.
+  // Each warp stages its own rows in the memory of the query tile, so that no block-wide barrier is
+  // needed.
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int warp_row = cukit::QueryPairs::warp_row();
 #if DISTILL

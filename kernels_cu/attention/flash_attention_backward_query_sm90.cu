@@ -12,18 +12,18 @@
 //   producer warpgroup schedules them and issues the TMA loads of Q, dO and, tile by tile, K and V.
 //   Each of the two consumer warpgroups owns 64 queries, with their dQ in registers, and iterates
 //   over tiles of TILE_N keys, last tile first. dS, a register operand of its product, is computed
-//   while the wgmmas of the next scores run, and the exponentials of those while dQ's run. Only the
-//   stages of K and V couple the consumers. A consumer skips tiles that are masked for all of its
-//   queries.
+//   while the wgmmas of the next tile's scores run, and the exponentials of these scores while the
+//   wgmmas of dQ run. Only the stages of K and V couple the consumers. A consumer skips tiles that
+//   are masked for all of its queries.
 // Shared memory, dynamic: Q | dO | K stages | V stages, in parts of 64 columns (shared_tile.cuh).
 //   Static: barriers, the current work.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, 64, 1, 64], swizzled by
-//   128 bytes; rows and columns outside the tensor read as zero. VARLEN: maps of sequences, in
-//   which rows beyond a sequence do too (encode_sequence_map).
+//   128 bytes; rows and columns outside the tensor read as zero. VARLEN: maps of sequences
+//   (encode_sequence_map), in which rows beyond a sequence also read as zero.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, PADDED, VALUE_DIM, VALUE_PADDED as in
-//   flash_attention_backward_sm90.cu; COLUMNS of Q and K, VALUE_COLUMNS of V and dO, the multiplied
-//   ones, multiples of 32, HEAD_DIM where they are not defined; TILE_M 128; TILE_N 64; KEY_STAGES,
-//   VALUE_STAGES 1..; THREADS = 384; those of score_options.cuh and scratch_rows.cuh.
+//   flash_attention_backward_sm90.cu; COLUMNS of Q and K and VALUE_COLUMNS of V and dO that are
+//   multiplied, multiples of 32, default HEAD_DIM; TILE_M 128; TILE_N 64; KEY_STAGES and
+//   VALUE_STAGES, at least 1; THREADS = 384; those of score_options.cuh and scratch_rows.cuh.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
@@ -56,7 +56,8 @@ namespace {
 using T = cukit::element_t;
 
 constexpr int kConsumers = 2;
-// With more for the producer, the consumers have fewer than 240 and ptxas serialises their wgmmas.
+// With more registers for the producer, the consumers have fewer than 240 each, and ptxas
+// serialises their wgmmas.
 using Block = cukit::WarpSpecialized<kConsumers, 24>;
 
 using QueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, COLUMNS>;  // of a warpgroup
@@ -64,7 +65,7 @@ using GradOutTile = cukit::SharedTile<T, cukit::kWarpgroupRows, VALUE_COLUMNS>;
 using KeyTile = cukit::SharedTile<T, TILE_N, COLUMNS>;
 using ValueTile = cukit::SharedTile<T, TILE_N, VALUE_COLUMNS>;
 
-static_assert(THREADS == Block::kThreads, "a producer and the consumers");
+static_assert(THREADS == Block::kThreads, "one producer warpgroup and kConsumers consumer warpgroups");
 static_assert(TILE_M == kConsumers * cukit::kWarpgroupRows, "64 queries for each consumer");
 
 using cukit::QueryWork;
@@ -74,10 +75,10 @@ using ValueState = cukit::PipelineState<VALUE_STAGES>;
 using QueryTileScheduler = cukit::QueryTileScheduler<TILE_M, TILE_N>;
 
 struct Shared {
-  cukit::Pipeline<1> queries;  // Q and dO, with the work
+  cukit::Pipeline<1> queries;  // Q, dO and `work`
   cukit::Pipeline<KEY_STAGES> k;
   cukit::Pipeline<VALUE_STAGES> v;
-  QueryWork work;  // no keys: there is no further work
+  QueryWork work;  // an empty range of keys: no further work
 
   // One thread.
   CUKIT_DEVICE void init() {
@@ -104,7 +105,7 @@ struct Maps {
   const cukit::TensorMap *q, *k, *v, *grad_out;
 };
 
-// Coordinates of a sequence in the maps: its first rows, and the indices on the outermost axis.
+// Coordinates of a sequence in the maps: its first rows, and its indices on the outermost axis.
 struct MapPlace {
   int first_q, first_kv, outer_q, outer_kv;
 
@@ -180,7 +181,7 @@ using Scores = float[TILE_N / 2];
 using Packed = unsigned[TILE_N / 16][4];
 using QueryGradient = float[COLUMNS / 2];
 
-// Issues scores = rows * columns^T, both stored with k contiguous.
+// Issues scores = rows * columns^T. Both operands are K-major.
 template <typename Rows, typename Columns>
 CUKIT_DEVICE void multiply(Scores& scores, unsigned long long rows, unsigned long long columns) {
 #pragma unroll
@@ -214,8 +215,8 @@ struct States {
   ValueState v;
 };
 
-// dQ of a warpgroup's 64 queries, part `part` of the work's, over the tiles `visible` of keys.
-// `row`: the lane's first.
+// dQ of a warpgroup's 64 queries, half `part` of the work item's, over the tiles `visible` of keys.
+// `row`: the lane's first row.
 CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& tiles,
                              const QueryWork& work, const cukit::TileRange& visible, int part,
                              int row, const cukit::QueryRows& rows, States& states) {
@@ -249,7 +250,7 @@ CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& til
         dp, cukit::opaque_descriptor(grad_out),
         v_rows + cukit::warp_uniform(v_state.index) * ValueTile::kStage);
   };
-  // Called once the scores are complete: the weights of dS.
+  // Called once the scores are complete: computes the weights P of dS.
   const auto weigh = [&](Scores& s) {
     const int key = tile * TILE_N;
     rows.weigh(s, {row, key + cukit::accumulator_column()}, visible.unmasked(tile),
@@ -314,13 +315,13 @@ CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& a
                           const cukit::MappedQueryParameters& params) {
   const cukit::ScoreSettings& settings = params.settings;
   States states;
-  int part = Block::consumer_group();  // which 64 queries; alternates between the ends: equal work
+  int part = Block::consumer_group();  // of the tile's queries; alternates, to balance the work
 
   while (true) {
     shared.queries.wait(states.queries);
     __syncwarp();
     const QueryWork work = cukit::warp_uniform_ints(shared.work);
-    __syncwarp();  // all lanes have read it before one of them releases it
+    __syncwarp();  // all lanes have read the work before one of them releases the stage
     if (work.keys.end == 0) return;
     const cukit::Sequence& sequence = work.sequence;
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
@@ -362,15 +363,15 @@ CUKIT_DEVICE void consume(Shared& shared, const Tiles& tiles, const Arguments& a
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backward_query_sm90(
     const __grid_constant__ cukit::TensorMap q,         // [batch, seq_q, heads_q, head_dim]
-    const __grid_constant__ cukit::TensorMap k,         // [batch, seq_kv, heads_q / group, head_dim]
-    const __grid_constant__ cukit::TensorMap v,         // as k, of value_dim
-    const __grid_constant__ cukit::TensorMap grad_out,  // as q, of value_dim
+    const __grid_constant__ cukit::TensorMap k,  // [batch, seq_kv, heads_q / group, head_dim]
+    const __grid_constant__ cukit::TensorMap v,         // as k, with value_dim
+    const __grid_constant__ cukit::TensorMap grad_out,  // as q, with value_dim
     const float* __restrict__ lse_log2,  // scratch rows
     const float* __restrict__ delta,     // scratch rows
-    T* __restrict__ grad_q,              // [batch, seq_q, heads_q, head_dim], contiguous
-    const float* __restrict__ alibi_slopes,  // score_options.cuh, as all up to cu_seqlens_kv
-    const cukit::bias_t* __restrict__ bias,  //
-    const unsigned char* __restrict__ mask,  //
+    T* __restrict__ grad_q,              // [batch, seq_q, heads_q, head_dim], rows strided
+    const float* __restrict__ alibi_slopes,  // ScoreArrays
+    const cukit::bias_t* __restrict__ bias,  // ScoreArrays
+    const unsigned char* __restrict__ mask,  // ScoreArrays
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,   // [batch + 1]
     int* __restrict__ plan,                  // VARLEN: query_work.cuh

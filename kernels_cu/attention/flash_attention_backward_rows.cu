@@ -6,8 +6,8 @@
 //   the counters of its tiles.
 // attention_kl_backward_prepare: for the divergence of two models' attention
 //   (attention_kl_sm80.cu), lse * log2(e) - log2(row weight) of both models, so that exp(score -
-//   lse) is the probability times the weight; +infinity for rows without a visible key or of
-//   weight 0. Zeroes the sum or the counters as above.
+//   lse) is the probability times the weight; +infinity for rows without a visible key or with
+//   weight 0. Zeroes the sum or the counters as flash_attention_backward_prepare does.
 // flash_attention_backward_finish: dQ = scale * sum, converted from blocks (query_gradient.cuh) to
 //   rows.
 // flash_attention_backward_sum: dK or dV, the sum of the float32 partial sums of a head's splits.
@@ -18,17 +18,18 @@
 // Mapping: prepare: LANES lanes per row, 16 bytes per lane. finish: one block per TILE_M rows of a
 //   head, 16x8 blocks per warp. Both start with the last rows: prepare leaves in L2 the rows that
 //   the next kernel reads first, and finish reads from L2 the rows that were accumulated last.
-//   sum: eight elements per thread, splits in order. sinks: one block per head.
+//   sum: eight elements per thread, splits added in order. sinks: one block per head.
 // Shared memory of finish: TILE_M * HEAD_DIM * 2 bytes, dynamic; of sinks: a float per warp,
 //   static.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM 64|96|128|256; PADDED, VALUE_PADDED 0|1: the
-//   head is smaller; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8 (prepare);
-//   QUERY_GRADIENT 0|1: dQ is summed in float32 (prepare); TILE_M multiple of 16; VARLEN 0|1.
+//   head is smaller than the tile; THREADS; LANES power of two, >= HEAD_DIM / 8 and VALUE_DIM / 8
+//   (prepare); QUERY_GRADIENT 0|1: dQ is summed in float32 (prepare); TILE_M multiple of 16; VARLEN
+//   0|1.
 //   Optional, default 0: COUNTED 0|1: counters record which tiles of the sum have been stored
-//   (backward_sums.cuh), instead of a sum that starts at zero; TRANSPOSED 0|1: the sum is stored as
-//   blocks of its transpose (query_gradient.cuh); DISTILL 0|1: finish also multiplies by a factor
-//   in device memory; ROPE 0|1: finish turns dQ back by the angle of each query's position (heads
-//   of HEAD_DIM, without VARLEN).
+//   (backward_sums.cuh), so that the sum need not start at zero; TRANSPOSED 0|1: the sum is stored
+//   as blocks of its transpose (query_gradient.cuh); DISTILL 0|1: finish also multiplies by a
+//   factor in device memory; ROPE 0|1: finish applies the inverse rotation of each query's position
+//   to dQ (not with PADDED or VARLEN).
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
 #include "attention/query_gradient.cuh"
@@ -57,7 +58,7 @@ namespace {
 
 using T = cukit::element_t;
 
-// Zeroes the sum of dQ or, COUNTED, the counters.
+// Zeroes a row of the sum of dQ or, with COUNTED, the counters of its tile.
 CUKIT_DEVICE void init_sum(float* grad_q_sum, int* counters, long long row, int lane) {
   if (COUNTED && lane == 0 && row % TILE_M == 0) {
     counters[1 + row / TILE_M] = 0;
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_kl_backward_prep
         weight = query_weights[(VARLEN ? 0 : static_cast<long long>(place.b) * rows_of_head) + query];
       }
       if (row_weights != nullptr) weight *= row_weights[at];
-      const float shift = log2f(weight);  // of 0: -infinity; of a negative number: NaN
+      const float shift = log2f(weight);  // log2f(0) is -infinity, of a negative weight NaN
       const bool dead = lse_s[at] == -cukit::infinity() || lse_t[at] == -cukit::infinity();
       if (!dead) {
         own = fmaf(lse_s[at], cukit::kLog2E, -shift);
@@ -166,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
     T* __restrict__ grad_q,                // [batch, seq_q, heads_q, head_dim], rows strided
     const int* __restrict__ cu_seqlens_q,  // [batch + 1]
 #if DISTILL
-    const float* __restrict__ upstream,  // scalar or null: a factor
+    const float* __restrict__ upstream,  // scalar or null (1): factor of dQ
 #endif
 #if ROPE
     const float* __restrict__ cos,  // [seq_q or batch * seq_q, HEAD_DIM / 2]
@@ -215,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_f
                                  : static_cast<long long>(place.b) * params.seq_q + place.query;
   T* const to = grad_q + query * row_stride + place.head * params.head_dim;
 #if ROPE
-  static_assert(!PADDED && !VARLEN, "a query's position is its row, and pairs are HEAD_DIM / 2 apart");
+  static_assert(!PADDED && !VARLEN, "the table row is the query's row, and rotated pairs are HEAD_DIM / 2 columns apart");
   const long long angle = (params.table_rows ? query : place.query) * (HEAD_DIM / 2);
   for (int i = threadIdx.x; i < TILE_M * kColumns / 2; i += THREADS) {
     const int row = i / (kColumns / 2), chunk = i % (kColumns / 2);
@@ -256,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_backward_s
   const int chunks = head_dim / 8;
   const long long index = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
   if (index >= rows * heads * chunks) return;
-  const long long item = index / chunks;  // of rows and heads
+  const long long item = index / chunks;  // index into [rows, heads]
   const int column = static_cast<int>(index % chunks) * 8;
   float sum[8] = {};
   for (int split = 0; split < splits; ++split) {

@@ -9,25 +9,25 @@
 // Mapping: a block owns TILE_N keys of one key head and iterates over the queries of `group` query
 //   heads in tiles of TILE_M, so that dK and dV accumulate in registers in a fixed order. If there
 //   are too few tiles of keys to fill the GPU, `splits` blocks share a tile, SPLIT is 1, and each
-//   writes its own sum in float32 (flash_attention_backward_sum adds them). The warps of a block
-//   divide each of the five products differently; A x B means A warps along the rows: scores
-//   (queries x keys) SCORE_WARPS x ..., dK and dV (keys x head_dim) KEY_WARPS x ..., dQ (queries x
-//   head_dim) QUERY_WARPS x ... P and dS pass between warps through shared memory.
+//   writes its own sum in float32 (flash_attention_backward_sum adds the sums). The warps of a
+//   block divide each product as a grid of SCORE_WARPS rows of warps for the scores (queries x
+//   keys), KEY_WARPS rows for dK and dV (keys x head_dim), QUERY_WARPS rows for dQ (queries x
+//   head_dim). They exchange P and dS through shared memory.
 //   Without a mask, block n starts at query tile n and wraps around, so that at any time the blocks
 //   of a head add to different rows of dQ.
 // DISTILL: V and dO are a teacher's keys and queries, delta is its lse. dS is the difference of the
 //   two probabilities, dS = P - exp(teacher_scale * dO V^T - delta), and there is no dV.
 //   attention_kl_backward_prepare subtracts the logarithm of a row's weight from `lse_log2` and
 //   `delta`.
-// Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P is
-// then 0.
+// `lse_log2` is +infinity for rows beyond the last query and for queries without a visible key, so
+// that P is 0.
 // Shared memory, bytes: 2 (HEAD_DIM + VALUE_DIM) (TILE_N + STAGES TILE_M) + 4 TILE_M TILE_N
 //   + 8 STAGES TILE_M:  K | V | Q stages | dO stages | P | dS | (lse, delta) stages
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED 0|1 head_dim is smaller than
 //   HEAD_DIM; TILE_M, TILE_N; STAGES 1|2; THREADS; SCORE_WARPS, KEY_WARPS, QUERY_WARPS;
-//   QUERY_PASSES column parts in which a warp computes its dQ, to limit registers; QUERY_GRADIENT
-//   0|1 whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM; those of score_options.cuh;
-//   DISTILL, 0 where it is not defined.
+//   QUERY_PASSES: a warp computes its dQ in this number of column ranges, to limit registers;
+//   QUERY_GRADIENT 0|1 whether to add to `grad_q_sum`; SPLIT 0|1; BLOCKS_PER_SM; those of
+//   score_options.cuh; DISTILL, default 0.
 // Minimum architecture: sm_80. Accumulates in float. dK and dV are deterministic; dQ is not: its
 //   atomic additions are unordered (flash_attention_backward_query_sm80.cu is deterministic).
 // Reference: cukit/reference/attention.py.
@@ -57,7 +57,7 @@ constexpr int kGradOutBytes = TILE_M * VALUE_DIM * 2;
 constexpr int kKeyBytes = TILE_N * HEAD_DIM * 2;
 constexpr int kValueBytes = TILE_N * VALUE_DIM * 2;
 constexpr int kScoreBytes = TILE_M * TILE_N * 2;
-constexpr int kToGradOut = STAGES * kQueryBytes;  // bytes from a tile of Q to its dO
+constexpr int kToGradOut = STAGES * kQueryBytes;  // bytes from stage 0 of Q to stage 0 of dO
 
 // A warp's share of each product: rows and columns.
 constexpr int kScoreRows = TILE_M / SCORE_WARPS;
@@ -125,7 +125,7 @@ struct QuerySteps {
   int tiles_per_head;
   int rotation;  // each head starts this many tiles after the first and wraps around
 
-  // The query head of a step, counted from the group's first.
+  // The query head of a step, relative to the group's first head.
   CUKIT_DEVICE int head_of(int step) const { return step / tiles_per_head; }
   CUKIT_DEVICE int tile_of(int step) const {
     const int tile = tiles.begin + step % tiles_per_head + rotation;
@@ -167,7 +167,7 @@ struct Tiles {
 // ---- One tile of queries ----
 
 // Issues the copies of a tile of Q and dO, whose first row in the sequence is `first_row`, and of
-// its lse and delta to a stage. scratch_row() returns the scratch row of `first_row`.
+// its lse and delta, to a stage. scratch_row() returns the scratch row of `first_row`.
 template <typename ScratchRow>
 CUKIT_DEVICE void copy_queries(const Tiles& tiles, int stage, const T* q, const T* grad_out,
                                const float* lse_log2, const float* delta, int head, int first_row,
@@ -271,8 +271,8 @@ CUKIT_DEVICE void for_each_pair(const float (&gradient)[kKeyRows / 16][NT][4],
       }
 }
 
-// Stores a warp's dK or dV, times `scale`: SPLIT as float32 straight to global memory; otherwise as
-// T to a tile in shared memory.
+// Stores a warp's dK or dV times `scale`: with SPLIT as float32 to global memory, otherwise as T to
+// a tile in shared memory.
 template <int Columns, bool Padded, int NT>
 CUKIT_DEVICE void store_gradient(Gradient* to, long long row_stride, int columns, int keys,
                                  unsigned char* tile, const float (&gradient)[kKeyRows / 16][NT][4],
@@ -300,14 +300,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const float* __restrict__ lse_log2,  // scratch rows (scratch_rows.cuh)
     const float* __restrict__ delta,     // scratch rows
     float* __restrict__ grad_q_sum,      // scratch rows of HEAD_DIM, initially zeros
-    Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], contiguous
-    Gradient* __restrict__ grad_v,   // [batch, seq_kv, heads, value_dim], contiguous
+    Gradient* __restrict__ grad_k,   // [batch, seq_kv, heads, head_dim], rows strided
+    Gradient* __restrict__ grad_v,   // [batch, seq_kv, heads, value_dim], rows strided
     const float* __restrict__ alibi_slopes, const float* __restrict__ sinks,  // ScoreArrays
     const cukit::bias_t* __restrict__ bias, const unsigned char* __restrict__ mask,
     const int* __restrict__ cu_seqlens_q,   // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,  // [batch + 1]
 #if DISTILL
-    const float* __restrict__ upstream,  // scalar or null: a factor of dK
+    const float* __restrict__ upstream,  // scalar or null (1): factor of dK
 #endif
     const __grid_constant__ cukit::KeyGradientParameters arrays) {
   const cukit::MappedKeyParameters& params = arrays.work;
@@ -321,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const int heads_q = params.heads * params.group;
   const cukit::HeadTile work = key_tile_of(blockIdx.x, params);
   const int b = work.head / params.heads;
-  const int key_head = work.head % params.heads;  // `splits` of these share a head of k and v
+  const int key_head = work.head % params.heads;  // `splits` of them share a head of k
   const cukit::Sequence sequence =
       cukit::sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);
   const int first_key = work.tile * TILE_N;
@@ -388,7 +388,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     const int stage_bytes = stage * kQueryBytes;
     const int grad_out_bytes = kSameShape ? stage_bytes + kToGradOut : stage * kGradOutBytes;
     cukit::cp_async_wait<0>();
-    __syncthreads();  // this step's copies are complete, and all warps are done with the last step
+    __syncthreads();  // the step's copies are complete, and all warps have ended the previous step
     if (STAGES == 2 && step + 1 < steps) copy_step(step + 1, stage ^ 1);
 
     const int tile = query_steps.tile_of(step);
@@ -499,7 +499,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #else
   const float scale = params.scale;
 #endif
-  cukit::cp_async_wait<0>();  // of K and V, if the loop had no step
+  cukit::cp_async_wait<0>();  // for the copies of K and V, if there was no step
   if (!SPLIT) __syncthreads();  // K and V are no longer read: dK and dV take their place
   store_gradient<HEAD_DIM, PADDED>(grad_k, key_stride, params.head_dim, keys_to_store, shared, dk,
                                    share, share.key_col, scale);

@@ -18,32 +18,34 @@
 //   backward_narrow.cuh for narrow heads, with dQ, and backward_wide.cuh for wide ones, whose dQ
 //   flash_attention_backward_query_sm90 computes. Where key heads alone give too few work items,
 //   `splits` items share the keys of a head, SPLIT is 1 and each writes its own sum in float32
-//   (flash_attention_backward_sum adds them).
+//   (flash_attention_backward_sum adds the sums).
 // DETERMINISTIC: work items add to a tile of dQ in a fixed order (backward_sums.cuh), and wait only
 //   for items that started earlier. Otherwise, without a mask, item n of a head starts at query
 //   tile n and wraps around, so that at any time concurrent items add to different rows of dQ.
-// ROPE, narrow heads only: q and k are rotated (layers/rope.cu, not interleaved), and dK is turned back
-//   by the angle of each key's position, as flash_attention_backward_finish does with dQ.
+// ROPE, narrow heads only: q and k are rotated (layers/rope.cu, not interleaved). The inverse
+//   rotation of each key's position is applied to dK (flash_attention_backward_finish: to dQ).
 // DISTILL, narrow heads only: the gradients of the divergence of two models, as in
 //   flash_attention_backward_sm80.cu: V and dO are a teacher's keys and queries, delta is its lse.
-//   Rows of `lse_log2` are +infinity where a query is beyond the last one or has no visible key: P
-//   is then 0.
+// `lse_log2` is +infinity for rows beyond the last query and for queries without a visible key, so
+//   that P is 0.
 // Shared memory, bytes: 2 (columns of K + columns of V) (TILE_N + STAGES TILE_M) + scores + dQ,
 //   dynamic, columns in parts of 64: K | V | Q stages | dO stages | scores | dQ. Scores: 2 TILE_N
-//   TILE_M per tile, two tiles (dS) or, for wide heads, STAGES (P), and with SOFTCAP as many again.
+//   TILE_M per tile; two tiles (dS) or, for wide heads, STAGES tiles (P), twice that with SOFTCAP.
 //   dQ: 4 TILE_M HEAD_DIM, for narrow heads. Static: barriers, work items, stages of lse and delta.
 // Tensor maps: Q, dO, K, V as [batch, seq, heads, head_dim] with boxes [1, tile, 1, 64], swizzled
-//   by 128 bytes; rows and columns outside the tensor read as zero. VARLEN: maps of sequences, in
-//   which rows beyond a sequence do too (encode_sequence_map); seq_q and seq_kv are their longest.
-// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of a tile, of Q and K and of V
-//   and dO alike; PADDED, VALUE_PADDED 0|1 their heads are smaller; COLUMNS, VALUE_COLUMNS
-//   (backward_walk.cuh); TILE_M x TILE_N 128x128 (64), 64x128 or 80x128 (128), 96x128 (128,
-//   DISTILL, up to 64 COLUMNS), 64x64 (192, 256); STAGES 2 or, from 192 columns on, 2|3;
-//   QUERY_GRADIENT 1 up to 128 columns, else 0; THREADS = 384; CAUSAL 0|1; SPLIT 0|1; DETERMINISTIC
-//   0|1; those of score_options.cuh; DISTILL, 0 where it is not defined, 0|1 up to 128 columns;
-//   ROPE, likewise, 1 only for heads of HEAD_DIM, without SPLIT, VARLEN and DISTILL.
-// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ with
-//   DETERMINISTIC, otherwise its additions are unordered.
+//   by 128 bytes; rows and columns outside the tensor read as zero. VARLEN: maps of sequences
+//   (encode_sequence_map), in which rows beyond a sequence also read as zero; seq_q and seq_kv are
+//   the longest lengths.
+// Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of the tiles of Q and K and of V
+//   and dO; PADDED, VALUE_PADDED 0|1 the heads of Q and K, of V and dO are smaller; COLUMNS,
+//   VALUE_COLUMNS (backward_walk.cuh); TILE_M x TILE_N: 128x128 for HEAD_DIM 64; 64x128 or 80x128
+//   for 128, with DISTILL and up to 64 COLUMNS 96x128; 64x64 for 192 and 256; STAGES 2, or 2|3 for
+//   HEAD_DIM 192 and 256; QUERY_GRADIENT 1 up to HEAD_DIM 128, else 0; THREADS = 384; CAUSAL 0|1;
+//   SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh; DISTILL 0|1, default 0, up to
+//   HEAD_DIM 128; ROPE 0|1, default 0, for heads of HEAD_DIM columns, without SPLIT, VARLEN and
+//   DISTILL.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ is
+//   only with DETERMINISTIC, otherwise its additions are unordered.
 // Reference: cukit/reference/attention.py.
 #include "attention/backward_work.cuh"
 #if HEAD_DIM <= 128
@@ -58,10 +60,10 @@ namespace backward = cukit::backward;
 using backward::Block;
 using backward::Gradient;
 
-static_assert(THREADS == Block::kThreads, "a producer and the consumers");
+static_assert(THREADS == Block::kThreads, "one producer warpgroup and two consumer warpgroups");
 #if ROPE
-static_assert(QUERY_GRADIENT && !PADDED && COLUMNS == HEAD_DIM, "pairs of a thread's columns");
-static_assert(!SPLIT && !VARLEN && !DISTILL, "dK is complete, and its position is its row");
+static_assert(QUERY_GRADIENT && !PADDED && COLUMNS == HEAD_DIM, "a thread holds both columns of each rotated pair");
+static_assert(!SPLIT && !VARLEN && !DISTILL, "dK is not a partial sum, and the table row is the key's row");
 #endif
 
 }  // namespace
@@ -69,22 +71,22 @@ static_assert(!SPLIT && !VARLEN && !DISTILL, "dK is complete, and its position i
 extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backward_sm90(
     const __grid_constant__ cukit::TensorMap q,         // [batch, seq_q, heads * group, head_dim]
     const __grid_constant__ cukit::TensorMap k,         // [batch, seq_kv, heads / splits, head_dim]
-    const __grid_constant__ cukit::TensorMap v,         // as k, of value_dim
-    const __grid_constant__ cukit::TensorMap grad_out,  // as q, of value_dim
+    const __grid_constant__ cukit::TensorMap v,         // as k, with value_dim
+    const __grid_constant__ cukit::TensorMap grad_out,  // as q, with value_dim
     const float* __restrict__ lse_log2,  // scratch rows (scratch_rows.cuh)
     const float* __restrict__ delta,     // as lse_log2
     int* __restrict__ counters,          // tickets, then tiles of the scratch; initially zeros
     float* __restrict__ grad_q_sum,      // scratch rows of HEAD_DIM
-    Gradient* __restrict__ grad_k,       // [batch, seq_kv, heads, head_dim], contiguous
-    Gradient* __restrict__ grad_v,       // as grad_k, of value_dim
-    const float* __restrict__ alibi_slopes,     // score_options.cuh, as all up to cu_seqlens_kv
-    const cukit::bias_t* __restrict__ bias,     //
-    const unsigned char* __restrict__ mask,     //
+    Gradient* __restrict__ grad_k,       // [batch, seq_kv, heads, head_dim], rows strided
+    Gradient* __restrict__ grad_v,       // as grad_k, with value_dim
+    const float* __restrict__ alibi_slopes,     // ScoreArrays
+    const cukit::bias_t* __restrict__ bias,     // ScoreArrays
+    const unsigned char* __restrict__ mask,     // ScoreArrays
     const int* __restrict__ cu_seqlens_q,       // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,      // [batch + 1]
     const int* __restrict__ plan,           // VARLEN (backward_work.cuh)
 #if DISTILL
-    const float* __restrict__ upstream,  // scalar or null: a factor of dK
+    const float* __restrict__ upstream,  // scalar or null (1): factor of dK
 #endif
 #if ROPE
     const float* __restrict__ cos,  // [seq_kv or batch * seq_kv, HEAD_DIM / 2]

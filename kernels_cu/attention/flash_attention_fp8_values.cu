@@ -1,10 +1,10 @@
 // Prepares the values of FP8 attention as a wgmma operand, once for all tiles of queries that read
 // them.
 //
-// Mapping: one block per TILE_N keys of a head: TMA loads them, four warps transpose or widen them
-//   from shared memory to shared memory, one bulk copy stores them.
+// Mapping: one block per TILE_N keys of a head: TMA loads their values, four warps transpose or
+//   widen the values within shared memory, and one bulk copy stores the result.
 // Output: [heads_kv, tiles][tile], a tile in the layout of float8_values.cuh: PRECISE 0: [TILE_N /
-//   16] [VALUE_DIM][16] bytes; 1: parts [TILE_N][64] of float16, rows swizzled. Keys beyond the end
+//   16][VALUE_DIM][16] bytes; 1: parts [TILE_N][64] of float16, rows swizzled. Keys beyond the end
 //   of a sequence and columns outside the tensor are zeros.
 // Tensor map: V as bytes [batch, seq_kv, heads_kv, value_dim], VARLEN [1, total_kv, ...], swizzled
 //   boxes [1, TILE_N, 1, 64 or 128].
@@ -27,14 +27,15 @@ using Values = cukit::SlabTile<TILE_N, VALUE_DIM>;
 #endif
 using Raw = Values::Raw;
 
-// A tile of a sequence: its first row in the map, and its keys.
+// A tile of a sequence: its batch and first row in the map, and the number of keys from there to
+// the sequence's end.
 struct Tile {
   int batch, row, keys;
 };
 
 CUKIT_DEVICE Tile tile_at(int index, const int* ends, int batch, int seq_kv) {
 #if VARLEN
-  int b = 0;  // the last sequence whose first tile is this one or an earlier one
+  int b = 0;  // the last sequence that starts at this tile or an earlier one
   for (int end = batch; end - b > 1;) {
     const int middle = (b + end) / 2;
     (cukit::first_value_tile<TILE_N>(true, middle, ends[middle], 0) <= index ? b : end) = middle;
@@ -53,7 +54,7 @@ CUKIT_DEVICE Tile tile_at(int index, const int* ends, int batch, int seq_kv) {
 extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_fp8_values(
     const __grid_constant__ cukit::TensorMap v,  // [batch, seq_kv, heads_kv, value_dim]
     const int* __restrict__ cu_seqlens_kv,       // VARLEN: [batch + 1]
-    unsigned char* __restrict__ values,          // gridDim: heads_kv * tiles
+    unsigned char* __restrict__ values,          // [heads_kv, tiles][tile]
     int tiles, int batch, int seq_kv) {          // tiles of a head
   __shared__ cukit::Mbarrier full;
   CUKIT_DYNAMIC_SHARED(unsigned char, raw);
@@ -73,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) flash_attention_fp8_values
     Values::prepare(raw, prepared, tile.keys, threadIdx.x / cukit::kWarpSize,
                     THREADS / cukit::kWarpSize);
   } else {
-    // A tile between two sequences. A sequence without keys reads it, with probabilities of 0.
+    // No sequence has keys in this tile. A sequence of length 0 reads it with probabilities of 0,
+    // so it must not contain NaN.
     for (int byte = 16 * threadIdx.x; byte < Values::kBytes; byte += 16 * THREADS) {
       *reinterpret_cast<uint4*>(prepared + byte) = uint4{};
     }

@@ -5,18 +5,18 @@
 //   arXiv:1805.02867).
 // Mapping: a block owns TILE_M queries of one head, a warp 16 * M_TILES of them with their outputs,
 //   running maxima and sums in registers. It iterates over the keys and values in tiles of TILE_N,
-//   last tile first, so that partially masked tiles come first; the next tile is copied while this
-//   one is multiplied. The grid is one-dimensional: see block_order.cuh.
-// A warp updates its running maxima only when a score exceeds its row's maximum by more than 8 in log2
-// units: softmax does not depend on the subtracted value, so most tiles need no rescaling.
+//   last tile first, so that tiles partially masked by CAUSAL come first; the next tile is copied
+//   while this one is multiplied. The grid is one-dimensional (block_order.cuh).
+// A warp updates its running maxima only when a score exceeds its row's maximum by more than 8 in
+// log2 units: softmax does not depend on the subtracted value, so most tiles need no rescaling.
 // Score options: score_options.cuh. A query without a visible key gets out = 0, lse = -infinity.
 // Shared memory, dynamic: 2 * (HEAD_DIM * (TILE_M + 2 * TILE_N) + VALUE_DIM * 2 * TILE_N) bytes,
 //   Q | K, two stages | V, two; the epilogue reuses the space for 2 * TILE_M * VALUE_DIM
 //   bytes of output.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|192|256 width of the tiles; PADDED 0|1
 //   head_dim is smaller than HEAD_DIM (the rest is zeros); TILE_M = 16 * M_TILES * warps; M_TILES
-//   1|2;
-//   TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; Q_IN_REGISTERS 0|1; those of score_options.cuh.
+//   1|2; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; Q_IN_REGISTERS 0|1; those of
+//   score_options.cuh.
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_order.cuh"
@@ -77,8 +77,8 @@ CUKIT_DEVICE void multiply_keys(float (&scores)[M_TILES][kSTiles][4], const QOpe
       [&](unsigned(&r)[4], int n, int step) { k(r, 8 * n, 16 * step, stage_bytes); });
 }
 
-// If a score of the warp exceeds its row's maximum by more than kLazyGrowth, updates the warp's maxima
-// and rescales its outputs and sums.
+// If a score of the warp exceeds its row's maximum by more than kLazyGrowth, updates the warp's
+// maxima and rescales its outputs and sums.
 CUKIT_DEVICE void update_maxima(Rows& rows, const float (&scores)[M_TILES][kSTiles][4],
                                float scale_log2) {
   float seen[2 * M_TILES];
@@ -144,8 +144,8 @@ CUKIT_DEVICE void multiply_values(Rows& rows, const float (&scores)[M_TILES][kST
   }
 }
 
-// Normalises the warp's rows, stores them in its part of the query tile and, unless lse is null,
-// their log-sum-exps to lse.
+// Normalises the warp's outputs, stores them in the warp's rows of `tile` (shared memory) and,
+// unless lse is null, their log-sum-exps to lse.
 CUKIT_DEVICE void finish_rows(Rows& rows, unsigned char* tile, int warp_row, float scale_log2,
                               float* lse, long long first_statistic, int rows_left) {
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   int stage = 0;
   for (int tile = tiles.end - 1; tile >= tiles.begin; --tile, stage ^= 1) {
     cukit::cp_async_wait<0>();
-    __syncthreads();  // this tile has landed, and no warp reads the other stage any more
+    __syncthreads();  // this tile has been copied, and no warp reads the other stage any more
     if (tile > tiles.begin) copy_keys(tile - 1, stage ^ 1);
 
     float scores[M_TILES][kSTiles][4];
@@ -276,8 +276,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
     multiply_values(rows, scores, v_operand, stage * kValueBytes, factor);
   }
 
-  // If there was no key tile, the copy of Q may still be in flight: wait before the output overwrites it.
-  // From here each warp accesses only its own rows.
+  // If there was no key tile, the copy of Q may still be in flight: wait before the output
+  // overwrites Q. From here each warp accesses only its own rows.
   cukit::cp_async_wait<0>();
   __syncthreads();
   // Recomputed, to save registers in the loop.

@@ -12,16 +12,17 @@
 //   tile together with P V of this one, and updates maxima and exponentials while P V runs.
 //   Only the stages of K and V couple the consumers (Q has a pipeline for each consumer). With
 //   enough stages the consumers drift apart, so that the exponentials or stores of one overlap the
-//   wgmmas of another; TURNS enforces that order. A consumer skips tiles that are masked for all of
-//   its queries.
-// VARLEN: tiles extend into the next sequence. Its keys are masked; its values, which may be NaN,
-//   are overwritten with zeros by a warp of the producer warpgroup before consumers read the tile.
+//   wgmmas of another; TURNS enforces this offset. A consumer skips tiles that are masked for all
+//   of its queries.
+// VARLEN: the last tile of a sequence extends into the next sequence. The next sequence's keys are
+//   masked; its values, which may be NaN, are overwritten with zeros by a warp of the producer
+//   warpgroup before consumers read the tile.
 // PAGED: key j of sequence b is row j % block_size of block block_table[b][j / block_size] of a
 //   cache. Two or three warps of the producer warpgroup load alternate tiles, in boxes of PAGE_ROWS
 //   rows of a block by TMA or, with PAGE_ROWS 0, row by row by cp.async. Blocks without a visible
 //   key are not looked up: their rows are zeros.
 // BLOCK_SPARSE: plan_blocks.cu lists the key tiles of each tile of queries.
-//   A query without a visible key gets out = 0 and lse = -infinity.
+// A query without a visible key gets out = 0 and lse = -infinity.
 // FLOAT8: Q, K and V are e4m3, with one factor per batch and key head (forward_operands.cuh).
 //   Probabilities are rounded to e4m3, or with PRECISE to float16; row sums use the unrounded
 //   values. V is transposed, or with PRECISE widened to float16, beforehand by
@@ -30,23 +31,26 @@
 //   a consumer moves its accumulators to partial outputs in shared memory (partial_outputs.cuh).
 // TEACHER: also the divergence of these attention distributions from a teacher's, row by row
 //   (forward_teacher_sm90.cuh), in the same pass over the scores. A consumer issues the teacher's
-//   Q K^T before its own. Scores are not modified: no options but masks and VARLEN.
+//   Q K^T before its own. No score options other than CAUSAL, WINDOW and VARLEN.
 // Shared memory, dynamic: Q stages, a tile of 64 queries per consumer | K stages | PREPARES: two
 //   stages of unprepared V | V stages | KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima per
-//   consumer thread | TEACHER: its Q stages | its K stages. Tiles are stored in parts of one
-//   swizzle's width (shared_tile.cuh); V prepared for e4m3 as in float8_values.cuh. Static:
-//   barriers, and per-stage messages of the producer.
+//   consumer thread | TEACHER: its Q stages | its K stages. Tiles are stored in parts as
+//   wide as the swizzle (shared_tile.cuh); V prepared for e4m3 as in float8_values.cuh. Static:
+//   barriers, and per-stage data from the producer (work items, row counts, requests).
 // Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q
-//   and TILE_N of K and V, parts of 64 columns (FP8: 64 up to 64 columns, else 128), swizzled by
-//   their width in bytes; rows and columns outside the tensor read as zero.
+//   for Q and TILE_N for K and V, parts of 64 columns (FP8: 64 for heads of up to 64 columns, else
+//   128), swizzled by the width of a part in bytes; rows and columns outside the tensor read as
+//   zero.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: multiplied columns
-//   of Q and K, and of V; VALUE_PADDED 0|1 V has fewer than VALUE_DIM; CONSUMERS 2|3|4;
-//   TILE_N multiple of 16; STAGES 2..; QUERY_STAGES 1..; THREADS = 128 * (CONSUMERS + 1);
-//   BLOCKS_PER_SM; those of score_options.cuh; BLOCK_SPARSE 0|1, then BLOCK_Q, BLOCK_KV queries and
-//   keys of a block. PAGED 0|1, then PAGE_ROWS 0 or a multiple of 8 that divides TILE_N and the
-//   block size. FLOAT8 0|1, then HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
-//   KEPT_TILES 1.., 0 never. TURNS 0|1. TEACHER, 0 where it is not defined, 0|1, then TEACHER_DIM as
-//   HEAD_DIM, KNOWN_T 0|1, KNOWN_S 2, PRECISE 0 (kl_rows.cuh).
+//   of Q and K, and of V; VALUE_PADDED 0|1 V has fewer than VALUE_DIM columns; CONSUMERS 2|3|4;
+//   TILE_N multiple of 16; STAGES, at least 2; QUERY_STAGES, at least 1; THREADS = 128 * (CONSUMERS
+//   + 1); BLOCKS_PER_SM; those of score_options.cuh; TURNS 0|1.
+//   BLOCK_SPARSE 0|1; with 1: BLOCK_Q queries and BLOCK_KV keys of a block of the mask.
+//   PAGED 0|1; with 1: PAGE_ROWS, 0 or a multiple of 8 that divides TILE_N and the block size.
+//   FLOAT8 0|1; with 1: HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1, KEPT_TILES
+//   (0: outputs stay in the accumulators).
+//   TEACHER 0|1, default 0; with 1: TEACHER_DIM as HEAD_DIM, KNOWN_T 0|1, KNOWN_S 2, PRECISE 0
+//   (kl_rows.cuh).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/block_lists.cuh"
@@ -119,13 +123,13 @@ CUKIT_DEVICE bool update_maxima(cukit::SoftmaxRows& softmax, float (&shrink)[2],
 }
 
 struct KeyPlace {
-  int first;      // key of the tile
+  int first;      // the tile's first key
   bool unmasked;  // no key is masked for any query of the consumer
 };
 
 // ---- Results ----
 
-// Where the results go.
+// Destinations of the results.
 struct Results {
   T* out;
   float* lse;
@@ -133,7 +137,7 @@ struct Results {
   int heads_q, value_dim;
 };
 
-// Normalises the outputs and stores the warp's sixteen rows; `row` is the lane's first.
+// Normalises the outputs and stores the warp's sixteen rows; `row` is the lane's first row.
 CUKIT_DEVICE void finish(const Outputs& outputs, const cukit::SoftmaxRows& softmax, float factor,
                          float descale, const Results& to, const QueryWork& work, int row,
                          const cukit::ScoreSettings& settings) {
@@ -194,8 +198,8 @@ class IssueOrder {
   int consumer_;
 };
 
-// Whether accumulators move to partial outputs, and whether that and the rescaling overlap Q K^T of
-// the next tile, where there are registers for both.
+// Whether accumulators move to partial outputs, and whether the move and the rescaling overlap Q
+// K^T of the next tile, for which a VALUE_DIM of 256 leaves no registers.
 constexpr bool kPartialOutputs = KEPT_TILES > 0;
 constexpr bool kUpdatesEarly = kPartialOutputs && VALUE_DIM < 256;
 
@@ -204,8 +208,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
                       const TeacherArguments& teacher_arguments,
                       const cukit::ScoreSettings& settings, float scale) {
   const int first_index = Block::consumer_group();
-  // The index of this warpgroup among the consumers. FP8 and bias variants recompute it: they have
-  // no register to hold it throughout the loop.
+  // The index of this warpgroup among the consumers. FP8, BIAS and TEACHER variants recompute it,
+  // because they have no register to hold it throughout the loop.
   const auto index = [&] {
     return FLOAT8 || BIAS || TEACHER ? Block::consumer_group() : first_index;
   };
@@ -245,7 +249,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 
   cukit::QueryTileScheduler<kTileM, TILE_N> scheduler(arguments.problem, arguments.plan, settings);
   QueryWork work{};
-  int part = first_index;  // which 64 of the tile's queries
+  int part = first_index;  // index of this warpgroup's 64 queries in the tile
   while (next_work(work, pipelines, index(), q_state, scheduler)) {
     const int first_row = work.first_row + part * cukit::kWarpgroupRows;
     const int row = first_row + lane_row;
@@ -266,7 +270,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
                                           head.bias, settings.bias_row, settings.bias_column));
     const bool mask_aligned = MASK && cukit::warp_uniform(cukit::rows_are_aligned(
                                           head.mask, settings.mask_row, settings.mask_column));
-    // Skips masked tiles in the order of the loads: V one tile behind K.
+    // Skips masked tiles in the order of the loads, in which V is one tile behind K.
     for (int masked = work.keys.end; masked > visible.end; --masked) {
       order.skip();
       teacher.skip(k_state);
@@ -281,7 +285,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       return cukit::row_statistics(work.b, work.head, results.heads_q, work.sequence, settings);
     };
     teacher.start(q_stage, first_statistic() + row, work.sequence.seq_q - row, factor);
-    // Turns the products of a tile of keys into scores, and masked ones into -infinity.
+    // Turns the products of a tile of keys into scores; masked scores become -infinity.
     const auto apply_options = [&](const KeyPlace& keys) {
       const cukit::FragmentPlace at{row, keys.first + lane_column};
       const bool partial = keys.first + TILE_N > seq_kv;  // fewer than TILE_N keys
@@ -315,8 +319,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 #endif
       }
     };
-    // Called once Q K^T of `tile` has completed: releases its stage of K, and after the last tile that
-    // of Q. Returns the place of the tile, which BLOCK_SPARSE reads from the stage.
+    // Called once Q K^T of `tile` has completed: releases its stage of K and, after the last tile,
+    // the stage of Q. Returns the tile's place; BLOCK_SPARSE reads it from pipelines.listed.
     const auto release_keys = [&] {
       KeyPlace place{tile * TILE_N, visible.unmasked(tile)};
 #if BLOCK_SPARSE
@@ -361,7 +365,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     Operands::pack(p, scores);
 
     bool grown = Operands::kGrowth < 0.0f;
-    // Rescales the outputs if `rescale`; every KEPT_TILES tiles moves them to the partial outputs.
+    // Rescales the outputs if `rescale` is true; every KEPT_TILES tiles moves them to the partial
+    // outputs.
     const auto update_outputs = [&](bool rescale) {
       if (rescale) cukit::rescale(outputs, shrink);
       if (kPartialOutputs && partial_outputs.due()) {
@@ -369,7 +374,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       }
       if (kUpdatesEarly) cukit::wgmma_fence();
     };
-    // Iteration: scores of `tile`, outputs of the tile before.
+    // An iteration computes the scores of `tile` and adds P V of the previous one to the outputs.
     while (--tile >= visible.begin) {
       issue_scores();
       if constexpr (kUpdatesEarly) update_outputs(grown);
@@ -386,8 +391,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       if constexpr (FLOAT8) {
         pipelines.v.wait(v_state);
       } else {
-        // Keeps the exponentials above the wait, where they overlap P V. FP8 is faster where the
-        // compiler may move them below it.
+        // Keeps the exponentials above the wait, where they overlap P V. FP8 is faster if the
+        // compiler may move them below the wait.
         pipelines.v.wait_after(v_state, fminf(softmax.sum[0], softmax.sum[1]));
       }
       cukit::wgmma_wait<0>(outputs);
@@ -410,7 +415,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       pipelines.v.skip(v_state);
     }
     if (kPartialOutputs && partial_outputs.any) partial_outputs.add_to(outputs, softmax, factor);
-    // FP8 recomputes the row: it has no register to hold it throughout the loop.
+    // FP8 and TEACHER recompute the row: they have no register to hold it throughout the loop.
     const int result_row =
         FLOAT8 || TEACHER ? first_row + cukit::accumulator_row(cukit::opaque(threadIdx.x)) : row;
     finish(outputs, softmax, factor, descales.values(work.b, work.head / arguments.gqa_group),
@@ -427,17 +432,17 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_attention_sm90(
     const __grid_constant__ cukit::TensorMap q,  // [batch, seq_q, heads_q, head_dim]
-    // PAGED: of the cache, [blocks, block_size, ...]; unused with PAGE_ROWS 0
+    // PAGED: k and v of the cache, [blocks, block_size, ...]; unused with PAGE_ROWS 0
     const __grid_constant__ cukit::TensorMap k,  // [batch, seq_kv, heads_q / group, head_dim]
     const __grid_constant__ cukit::TensorMap v,  // [batch, seq_kv, heads_q / group, value_dim]
     T* __restrict__ out,                         // [batch, seq_q, heads_q, value_dim]
     float* __restrict__ lse,  // [batch, heads_q, seq_q]; VARLEN [heads_q, total_q]; or null
-    const float* __restrict__ alibi_slopes,      // score_options.cuh, as all up to cu_seqlens_kv
-    const float* __restrict__ sinks,             //
-    const cukit::bias_t* __restrict__ bias,      //
-    const unsigned char* __restrict__ mask,      //
+    const float* __restrict__ alibi_slopes,      // ScoreArrays
+    const float* __restrict__ sinks,             // ScoreArrays
+    const cukit::bias_t* __restrict__ bias,      // ScoreArrays
+    const unsigned char* __restrict__ mask,      // ScoreArrays
     const int* __restrict__ cu_seqlens_q,        // [batch + 1]
-    const int* __restrict__ cu_seqlens_kv,       // [batch + 1]; PAGED: [batch] keys of each sequence
+    const int* __restrict__ cu_seqlens_kv,       // [batch + 1]; PAGED: [batch], lengths
     int* __restrict__ plan,                      // VARLEN, PAGED, BLOCK_SPARSE: query_work.cuh
     const unsigned char* __restrict__ block_mask,  // BLOCK_SPARSE: block_lists.cuh
 #if PAGED
@@ -450,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #if FLOAT8
     const unsigned char* __restrict__ prepared,  // V of flash_attention_fp8_values, unless PREPARES
     const float* __restrict__ q_descale, const float* __restrict__ k_descale,
-    const float* __restrict__ v_descale,  // of a batch and a key head; null: 1
+    const float* __restrict__ v_descale,  // one factor per batch and key head; null: 1
 #endif
 #if PAGED
     const __grid_constant__ cukit::PagedKeys keys,
@@ -458,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
 #if TEACHER
     const __grid_constant__ cukit::TensorMap q_t,  // [batch, seq_q, heads_q, teacher_dim]
     const __grid_constant__ cukit::TensorMap k_t,  // [batch, seq_kv, heads_q / teacher_group, ...]
-    const float* __restrict__ known_t,             // KlRowArrays, all three
+    const float* __restrict__ known_t,             // KlRowArrays, as the next two
     float* __restrict__ kl, float* __restrict__ lse_t,
     const __grid_constant__ cukit::TeacherParameters teacher,
 #endif

@@ -1,11 +1,11 @@
-// FP8 values as operand b of the product over the keys.
+// FP8 values as operand B of P V.
 //
-// SlabTile: the values stay e4m3. wgmma takes 8-bit operands K-major only, contiguous along the
-// keys, but in memory they are contiguous along the head. The transposed tile consists of slabs of
-// 16 keys: [slab][column of the head][16 keys], a byte each, so that eight columns are one core
-// matrix. The keys of a slab are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15. The scores of
-// keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, which a wgmma accumulator gives one lane, are then
-// neighbours: four bytes of operand a.
+// SlabTile: the values stay e4m3. wgmma takes 8-bit operands only K-major, which here means
+// contiguous along the keys, but in memory V is contiguous along the head. The transposed tile
+// consists of slabs of 16 keys: [slab][column of the head][16 keys], a byte each, so that eight
+// columns are one core matrix. The keys of a slab are in the order 0 1 8 9 2 3 10 11 4 5 12 13 6 7
+// 14 15. The scores of keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t, which a wgmma accumulator gives one
+// lane, are then neighbours: the four bytes of a register of operand A.
 //
 // HalfTile: the values are widened to float16, which is exact, and keep their layout.
 //
@@ -29,7 +29,8 @@ using ByteTile = SharedTile<unsigned char, Rows, Columns,
                             Columns <= 64 ? OperandSwizzle::Bytes64 : OperandSwizzle::Bytes128>;
 
 // Index of a sequence's first tile of `Keys` keys. VARLEN: sequence b begins at row `first_kv` of
-// one long array, with a tile of its own; others: sequences of `tiles` tiles each.
+// the concatenated sequences; adding b leaves an index for the partial tile of each earlier
+// sequence. Otherwise all sequences have `tiles` tiles.
 template <int Keys>
 CUKIT_DEVICE int first_value_tile(bool varlen, int b, int first_kv, int tiles) {
   return varlen ? first_kv / Keys + b : b * tiles;
@@ -40,9 +41,9 @@ struct SlabTile {
   using Raw = ByteTile<Keys, Columns>;
   static constexpr int kSlabBytes = 16 * Columns;
   static constexpr int kBytes = Keys * Columns;
-  static_assert(Keys % 32 == 0 && Columns % 16 == 0, "tiles divide into the warps' units");
+  static_assert(Keys % 32 == 0 && Columns % 16 == 0, "whole units of 32 keys x 16 columns");
 
-  // As in SharedTile.
+  // The interface of SharedTile.
   static constexpr int kStage = kBytes / 16;
   static constexpr int kRowSteps = Keys / 32;
   static constexpr int mn_step(int step) { return step * 2 * kSlabBytes / 16; }
@@ -50,13 +51,13 @@ struct SlabTile {
     return matrix_descriptor(tile, OperandSwizzle::None, kSlabBytes, 8 * 16);
   }
 
-  // Turns `raw` into `slabs`: the share of warp `warp` of `warps`. Rows from `rows` on become
+  // Warp `warp` of `warps` transposes its share of `raw` into `slabs`. Rows from `rows` on become
   // zeros.
   CUKIT_DEVICE static void prepare(const unsigned char* raw, unsigned char* slabs, int rows,
                                    int warp, int warps) {
     const int lane = threadIdx.x % kWarpSize;
     // Of two columns, the lower half-warp stores the even one first, the upper half-warp the odd
-    // one: eight rows of 16 bytes then fall into different banks.
+    // one: eight rows of 16 bytes then use different banks.
     const unsigned first = lane < 16 ? 0x6420 : 0x7531;
     const unsigned second = lane < 16 ? 0x7531 : 0x6420;
     const int row = lane % 8;

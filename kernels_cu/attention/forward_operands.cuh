@@ -43,7 +43,7 @@ struct Descales {
   const float* v;
   const Float8Settings& settings;
 
-  // The factor of the products of q and k.
+  // The factor of the products Q K^T.
   CUKIT_DEVICE float scores(int b, int kv_head) const {
     return factor(q, b * settings.q_batch + kv_head * settings.q_head) *
            factor(k, b * settings.k_batch + kv_head * settings.k_head);
@@ -93,7 +93,7 @@ template <int TileN, int HeadDim>
 struct Float8Scores {
   using QueryTile = ByteTile<kWarpgroupRows, HeadDim>;
   using KeyTile = ByteTile<TileN, HeadDim>;
-  // With 64 columns comparisons as integers were up to 12 % slower.
+  // With 64 columns, integer comparisons of scores were up to 12 % slower.
   static constexpr bool kIntegerMaxima = HeadDim > 64;
 
   CUKIT_DEVICE static void multiply_keys(float (&scores)[TileN / 2], unsigned long long q,
@@ -109,8 +109,8 @@ struct Float8Operands : Float8Scores<TileN, HeadDim> {
   // P is scaled by 2^kOffset before rounding, so that small probabilities use the exponent range of
   // e4m3: 2^8 is its largest power of two, 2^-9 its smallest positive number. A maximum is updated
   // by every larger score: the largest probability of a row is then a power of two, which e4m3
-  // represents exactly. In short rows (CAUSAL) most tiles update a maximum, so every tile rescales,
-  // without a vote.
+  // represents exactly. In short rows (CAUSAL) most tiles update a maximum, so every tile rescales
+  // unconditionally, except with a VALUE_DIM of 256.
   static constexpr int kOffset = 8;
   static constexpr float kGrowth = CAUSAL && ValueDim < 256 ? -1.0f : 0.0f;
 

@@ -1,6 +1,7 @@
 // Loads keys and values of flash_attention_sm90 from the blocks of a paged cache. The producer
-// thread requests tiles; other warps of its warpgroup look up the blocks, wait for the stage and load
-// it, in boxes of PAGE_ROWS rows of a block by TMA or, with PAGE_ROWS 0, row by row by cp.async.
+// thread requests tiles; other warps of its warpgroup (fetchers) look up the blocks, wait for the
+// stage and load the tile, in boxes of PAGE_ROWS rows of a block by TMA or, with PAGE_ROWS 0, row
+// by row by cp.async.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -30,9 +31,10 @@ struct PagedKeyValues {
   RequestState& state;
   const cukit::ScoreSettings& settings;
 
-  // The fetcher waits until the consumers have released the stage. At most kFetchers requests are
-  // in flight and no three in a row are of the same kind, so the stage's contents before the last
-  // have been released: the phase that the fetcher waits for is not ambiguous.
+  // The fetcher waits until the consumers have released the stage's previous tile. At most
+  // kFetchers requests are in flight, and no three consecutive ones are all of keys or all of
+  // values, so the tile before the previous one has already been released: the parity of the phase
+  // that the fetcher waits for is not ambiguous.
   CUKIT_DEVICE void request(const KeyState& stage, const QueryWork& work, int tile,
                             bool of_keys) const {
     const int seq_kv = work.sequence.seq_kv;
@@ -98,9 +100,10 @@ struct Box {
   }
 };
 
-// A box without a visible key has block -1, outside the tensor: TMA fills it with zeros. `next`:
-// the box of the tile below, looked up one request ahead: tiles are requested in descending order.
-// `acquire` waits for the stage and returns the barrier that the copies complete at.
+// Loads a tile, one box per lane. A box without a visible key has block -1, outside the tensor, so
+// that TMA fills it with zeros. `next`: the lane's box, looked up by the previous call, since tiles
+// are requested in descending order; replaced by the box of the next lower tile. `acquire` waits
+// for the stage and returns the barrier at which the copies complete.
 template <typename Tile, typename Acquire>
 CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
                         int head, unsigned char* stages, Box& next, const Acquire& acquire) {
@@ -123,7 +126,7 @@ CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const B
 #else
 struct Box {};
 
-// Zero-fills rows without a visible key.
+// Loads a tile row by row. Rows outside the visible keys become zeros.
 template <typename Tile, typename Acquire>
 CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const Blocks& blocks,
                         int head, unsigned char* stages, Box&, const Acquire& acquire) {
@@ -134,7 +137,7 @@ CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const B
   cukit::Mbarrier* const full = acquire(0);
 #pragma unroll 1
   for (int first = 0; first < TILE_N; first += cukit::kWarpSize) {
-    // Each lane looks up one row for all lanes that copy parts of it.
+    // Each lane looks up the address of one row, which several lanes then copy.
     const int key = request.tile * TILE_N + first + lane;
     long long own = -1;
     if (key >= request.first_key && key < request.end) {
@@ -161,11 +164,11 @@ CUKIT_DEVICE void fetch(const FetchRequest& request, const Cache& cache, const B
 }
 #endif
 
-// One of the last kFetchers warps of the producer warpgroup.
+// Called by each of the last kFetchers warps of the producer warpgroup.
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Cache& k, const Cache& v,
                       const int* block_table, const cukit::PagedKeys& keys, int gqa_group) {
   Box next;
-  // Warp i of the fetchers takes every kFetchers-th request: its stage stays i.
+  // Fetcher i takes every kFetchers-th request, which is always in stage i of the requests.
   RequestState state;
   state.index = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize) -
                 (cukit::kWarpgroupWarps - kFetchers);

@@ -54,8 +54,8 @@ using SecondQueryTile = cukit::SharedTile<T, cukit::kWarpgroupRows, TEACHER_DIM>
 using TeacherKeyTile = cukit::SharedTile<T, TILE_N, TEACHER_DIM>;
 #endif
 
-// A producer with more state gets more registers if the consumers leave enough; next to three or
-// four 16-bit consumers it spills two or three words once per tile of queries.
+// A producer with more state gets more registers if the consumers leave enough. With three or four
+// 16-bit consumers it spills two or three words once per tile of queries.
 constexpr bool kBusyProducer = DYNAMIC_SCHEDULE || WINDOW;
 constexpr int kProducerRegisters =
     PREPARES || (TEACHER && kBusyProducer)          ? 56
@@ -65,8 +65,8 @@ constexpr int kProducerRegisters =
                                                     : 32;
 using Block = cukit::WarpSpecialized<CONSUMERS, kProducerRegisters, BLOCKS_PER_SM>;
 
-static_assert(THREADS == Block::kThreads, "a producer and the consumers");
-static_assert(STAGES >= 2, "a consumer waits for the next V before it releases the last");
+static_assert(THREADS == Block::kThreads, "one producer warpgroup and CONSUMERS consumer warpgroups");
+static_assert(STAGES >= 2, "a consumer waits for the next tile of V before it releases the current one");
 
 using cukit::QueryWork;
 using QueryState = cukit::PipelineState<QUERY_STAGES>;
@@ -95,14 +95,14 @@ struct FetchRequest {
 };
 #endif
 
-// The part (64 queries) of the next tile that a consumer owns. In its first tile it is the part of
-// the consumer's index. Where a mask makes the parts' work unequal, the order alternates.
+// The part (64 queries) of the next tile that a consumer owns. In the first tile, consumer i owns
+// part i. Where a mask makes the parts' work unequal, the order alternates.
 CUKIT_DEVICE int part_of_next_tile(int part) {
   return cukit::kUneven ? CONSUMERS - 1 - part : part;
 }
 
 struct Pipelines {
-  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // one per consumer: none waits for another's Q
+  cukit::Pipeline<QUERY_STAGES> q[CONSUMERS];  // no consumer waits for the Q of another
   cukit::Pipeline<STAGES> k;
   cukit::Pipeline<STAGES> v;
 #if TEACHER
@@ -124,10 +124,10 @@ struct Pipelines {
 #endif
 #if PREPARES
   cukit::Pipeline<kRawStages> raw;  // V before preparation
-  int rows[kRawStages];             // as above
+  int rows[kRawStages];             // of V, inside the sequence; below 0: no further tiles
 #endif
 #if BLOCK_SPARSE
-  int listed[STAGES];  // of each stage of K: twice the tile's index, plus 1 if some pair is masked
+  int listed[STAGES];  // of each stage of K: the tile's entry in BlockLists::lists
 #endif
 
   // Called by one thread.

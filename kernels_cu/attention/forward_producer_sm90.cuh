@@ -21,15 +21,18 @@ namespace producer {
 
 // ---- Key-value sources ----
 //
-// A source loads the tiles of K and V of a sequence; forward_pages_sm90.cuh requests them from other
-// warps instead. Its interface:
+// A source loads the tiles of K and V of a sequence. (With PAGED, forward_pages_sm90.cuh requests
+// the tiles from other warps instead.) The interface of a source:
 //   Place                             the location of a sequence and key head
 //   place(work)                       computed once for each tile of queries
 //   load_keys(to, full, place, tile)  one thread: issues the loads of a tile of keys to a KeyTile
-//   load_values(...)                  (of values to a ValueTile), which complete kBytes on the
-//                                     mbarrier `full`
-// Beyond the end of the sequence, rows of K, and with DISTILL of V, may hold anything. Otherwise
-// rows of V must be zeros, unless the kernel has a clearer (CLEARED) or preparers (PREPARES).
+//                                     (`to`), which complete on the mbarrier `full`
+//   load_teacher(...)                 TEACHER: the same for the teacher's keys
+//   load_values(...)                  the same for values, to a ValueTile or, with PREPARES, to a
+//                                     RawTile
+// Beyond the end of the sequence, rows of K may hold arbitrary data, and so may rows of V if the
+// kernel has DISTILL, a clearer (CLEARED) or preparers (PREPARES). Otherwise these rows of V must
+// be zeros.
 
 #if FLOAT8
 using LoadedValues = ValueTile::Raw;
@@ -95,7 +98,7 @@ struct MappedKeyValues {
 };
 
 #if FLOAT8 && !PREPARES
-// Keys as above; values prepared by flash_attention_fp8_values (float8_values.cuh).
+// Keys as in MappedKeyValues; values prepared by flash_attention_fp8_values (float8_values.cuh).
 struct PreparedKeyValues {
   MappedKeyValues mapped;
   const unsigned char* values;
@@ -254,7 +257,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
   for (cukit::Pipeline<QUERY_STAGES>& queries : pipelines.q) queries.commit(q_state);
 #endif
 #if PAGED
-  key_values.end();  // before the wait for a stage of V that the fetchers may have yet to fill
+  key_values.end();  // before acquire() below: the fetchers may still have to fill that stage of V
 #endif
 #if PREPARES
   pipelines.raw.acquire(v_state);
@@ -270,12 +273,12 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 }  // namespace producer
 
 #if CLEARED
-// One warp passes tiles of V on to the consumers. It zeroes rows beyond the end of the sequence
-// and, of a paged cache, before the first visible key: they may belong to another sequence, or be
-// NaN.
+// One warp passes tiles of V on to the consumers, after zeroing the rows beyond the end of the
+// sequence and, of a paged cache, before the first visible key: these may belong to another
+// sequence, or be NaN.
 namespace clearer {
 
-// Zeroes rows first .. end - 1 of a part.
+// Zeroes rows first .. end - 1 of a part of a tile.
 CUKIT_DEVICE void clear_rows(unsigned char* part, int first, int end) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   for (int byte = first * ValueTile::kRowBytes + 16 * lane; byte < end * ValueTile::kRowBytes;

@@ -1,9 +1,9 @@
 // The second model of flash_attention_sm90 with TEACHER: the divergence of the attention
 // distributions from a teacher's, in the same pass over the scores (equation: kl_rows.cuh).
 //
-// For each tile of keys a consumer issues the teacher's product before its own. The teacher's
-// exponentials overlap that product and P V. The teacher's keys have a stage of their own for each
-// stage of K, and the same pipeline state. Without TEACHER, all functions do nothing.
+// For each tile of keys a consumer issues the teacher's Q K^T before the student's. The teacher's
+// exponentials overlap the student's Q K^T and P V. The teacher's keys have a stage of their own
+// for each stage of K, and the same pipeline state. Without TEACHER, all functions do nothing.
 //
 // Macros: those of flash_attention_sm90.cu.
 #pragma once
@@ -34,8 +34,8 @@ struct TeacherArguments {
 
 class Teacher {
  public:
-  // `first`: the uniform descriptor of tiles.q. Descriptors of other tiles, all K-major, differ from
-  // it by a constant, and take no registers.
+  // `first`: the uniform descriptor of tiles.q. The descriptors of the other K-major tiles differ
+  // from it by constants, and take no registers.
   CUKIT_DEVICE Teacher(Pipelines& pipelines, const Tiles& tiles, const TeacherArguments& arguments,
                        unsigned long long first)
       : pipeline_(pipelines.teacher),
@@ -43,8 +43,8 @@ class Teacher {
         q_first_(first + (tiles.second_q - tiles.q) / 16),
         k_first_(first + (tiles.teacher - tiles.q) / 16) {}
 
-  // Starts 64 queries: their stage, the index of the lane's first row in the arrays of row
-  // statistics, and the number of rows from there to the sequence's end.
+  // Starts 64 queries, in stage `q_stage`. `row`: the index of the lane's first row in the arrays
+  // of row statistics; `rows_left`: the number of rows from there to the sequence's end.
   CUKIT_DEVICE void start(int q_stage, long long row, int rows_left, float scale_log2) {
     q_ = q_first_ + q_stage * SecondQueryTile::kStage;
     rows_ = cukit::KlRows(arguments_.rows, row, rows_left, arguments_.scale_log2, scale_log2);
@@ -64,7 +64,7 @@ class Teacher {
   }
 
   // Waits for the products, after which `Pending` groups of wgmmas were issued, and turns them into
-  // weights. unmasked: no key is masked; otherwise hide(products) sets products to -infinity.
+  // weights. unmasked: no key is masked; otherwise hide(products) sets masked ones to -infinity.
   template <int Pending, typename Hide>
   CUKIT_DEVICE void receive(const KeyState& state, bool unmasked, const Hide& hide) {
     cukit::wgmma_wait<Pending>(products_);
@@ -76,7 +76,7 @@ class Teacher {
     rows_.add_teacher(products_);
   }
 
-  // Adds the weights times the student's scores. unmasked: none is -infinity.
+  // Adds the weights times the student's scores. unmasked: no score is -infinity.
   template <int N>
   CUKIT_DEVICE void add_cross(const float (&scores)[N], bool unmasked) {
     if (unmasked) {
@@ -86,10 +86,10 @@ class Teacher {
     }
   }
 
-  // Does not advance: K has the same state.
+  // Does not advance the state, which the pipeline of K shares.
   CUKIT_DEVICE void skip(KeyState state) { pipeline_.skip(state); }
 
-  // Stores the rows; arguments as of start().
+  // Stores the rows; `row` and `rows_left` as in start().
   CUKIT_DEVICE void finish(const cukit::SoftmaxRows& student, long long row, int rows_left) {
     rows_.take_student(student);
     rows_.finish(arguments_.rows, row, rows_left);

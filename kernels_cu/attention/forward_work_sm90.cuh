@@ -16,7 +16,7 @@ namespace consumer {
 
 // Sets `work` to the consumer's next tile of queries and waits until its Q is loaded; false if none
 // is left. Dynamic schedule: the producer stores the work with the stage of Q. Static schedule:
-// every warp computes it, while the stores of its previous results are still in flight.
+// every warp computes the work itself, while the stores of its previous results are in flight.
 CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int consumer,
                             const QueryState& q_state,
                             cukit::QueryTileScheduler<kTileM, TILE_N>& scheduler) {
@@ -25,7 +25,7 @@ CUKIT_DEVICE bool next_work(QueryWork& work, Pipelines& pipelines, int consumer,
   queries.wait(q_state);
   __syncwarp();  // converged: the compiler then treats values read by all lanes as warp-uniform
   work = pipelines.work[q_state.index];
-  __syncwarp();  // all lanes have read it before one of them releases the stage
+  __syncwarp();  // all lanes have read the work before one of them releases the stage
 #else
   if (!scheduler.next(work)) return false;
 #endif

@@ -4,11 +4,11 @@
 //   block b * tiles + i of k_out and v_out: keys i * BLOCK .. (i + 1) * BLOCK - 1 of request b
 //   int8, float8: code * scale;  int4 (KIVI): (code - zero) * scale
 //
-// Keys before the window of the request's first query and keys from its length on are zeros.
-// Blocks that would be all zeros, and blocks of requests with fewer than min_queries queries, are not
-// written, nor are their entries in `blocks`.
-// Mapping: a thread block copies kRows keys of one request, of all heads, or the values of those
-//   keys; a thread copies eight columns at a time, UNROLL of them in flight.
+// Keys before the window of the request's first query, and keys from the request's length on, are
+// zeros. Blocks that would be all zeros, and blocks of requests with fewer than min_queries
+// queries, are not written, nor are their entries in `blocks`.
+// Mapping: a thread block copies, for all heads, kRows keys of one request or the values of these
+//   keys; a thread copies chunks of eight columns, UNROLL of them at a time.
 // Macros: DTYPE float16|bfloat16, of the outputs; FORMAT E4M3|INT8|INT4 of the cache, absent if its
 //   elements are DTYPE; GROUP keys of int4 that share a channel's scale, else 0; RECENT 0|1 the
 //   newest keys are in ring buffers; HEAD_DIM, VALUE_DIM multiples of 8; BLOCK; THREADS.
@@ -28,7 +28,7 @@ using T = cukit::element_t;
 constexpr int kRows = 16;
 constexpr int kColumns = 8;  // of a thread: 16 bytes of outputs
 constexpr int UNROLL = 4;
-static_assert(BLOCK % kRows == 0, "a thread block writes to one block of the outputs");
+static_assert(BLOCK % kRows == 0, "the keys of a thread block belong to one block of the outputs");
 
 #ifdef FORMAT
 using Stored = cukit::detail::Word<kColumns / cukit::kCodesPerByte>::type;
@@ -45,11 +45,11 @@ using factor_t = __half;
 using factor_t = float;
 #endif
 
-// The keys or the values.
+// The arrays of the keys or of the values.
 struct Side {
   const cache_t* cache;
   const factor_t* scales;  // null: 1
-  const factor_t* zeros;   // int4
+  const factor_t* zeros;   // zero points of int4
   const T* recent;
   T* out;
   const cukit::HeadStrides& strides;
@@ -57,7 +57,8 @@ struct Side {
   const cukit::HeadStrides& recent_strides;
 };
 
-// The keys visible to a request's queries, and how many of its keys are in the cache.
+// The range of keys visible to a request's queries, and the number of its keys that are in the
+// cache.
 struct Request {
   int b, begin, end, cached;
 };

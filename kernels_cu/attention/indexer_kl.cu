@@ -5,22 +5,23 @@
 //   I_ij = scale_s sum_h w[i,h] max(0, q_s[i,h] k_s[j])
 //   KL_i = sum_j p_ij (ln p_ij - ln softmax(I_i)_j),  p_i = P_i / sum_j P_ij
 //
-// over the keys that are visible to the query and, SELECTED, were selected for it. With A = sum P
-// ln P, C = sum P I and M = sum P: KL = (A - C) / M - ln M + lse(I). GRADIENT: instead of the sums,
-// the derivative with respect to I of every pair, softmax(I) - p, times the query's weight, for the
-// queries of a chunk.
+// over the keys that are visible to the query and, with SELECTED, were selected for it. With A =
+// sum P ln P, C = sum P I and M = sum P: KL = (A - C) / M - ln M + lse(I). GRADIENT: instead of the
+// sums, the derivative with respect to I of every (query, key) pair of a chunk of queries,
+// softmax(I) - p, times the query's weight, upstream gradient and kGradientUnit.
 //
-// indexer_kl_sweep: the sums of a tile of queries over a span of keys, or their derivatives.
+// indexer_kl_sweep: the sums of a tile of queries over a span of keys or, with GRADIENT, the
+//   derivatives.
 // indexer_kl_rows:  adds the spans in order: KL, lse(I) and M / heads_t of every query.
 //
 // Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556 (lightning indexer); Milakov and
 //   Gimelshein, arXiv:1805.02867 (the running sums).
 // Mapping: block (tile of the chunk, span of keys); a warp owns 16 queries. For each tile of keys,
-//   the products of the teacher's heads and then of the student's use the same accumulators, which
-//   a lane adds to the tile's P and I in registers. The operands of the next head are copied
-//   meanwhile; keys are copied once for all heads that share them.
+//   the products of the teacher's heads and then of the student's use the same accumulators; each
+//   lane adds their contributions to the tile's P and I in registers. The operands of the next head
+//   are copied meanwhile; keys are copied once for all heads that share them.
 // Shared memory, dynamic: queries, two stages | keys, two stages: 4 W (TILE_M + TILE_N) bytes, W
-//   the larger of HEAD_DIM and VALUE_DIM, with WGMMA a multiple of 64.
+//   the larger of HEAD_DIM and VALUE_DIM, with WGMMA rounded up to a multiple of 64.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM of the student and VALUE_DIM of the teacher
 //   64|96|128|256; PADDED, VALUE_PADDED; TILE_M = 16 * warps, with WGMMA a multiple of 64; TILE_N
 //   multiple of 32; THREADS; BLOCKS_PER_SM; WGMMA, GRADIENT, SELECTED 0|1; KEY_TILE, multiple of
@@ -52,11 +53,11 @@ constexpr int kWidth = HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM;
 constexpr int kQueryBytes = cukit::indexer_tile_bytes(TILE_M, kWidth);
 constexpr int kKeyBytes = cukit::indexer_tile_bytes(TILE_N, kWidth);
 constexpr float kHidden = -1e30f;
-constexpr float kNoScore = -1e29f;  // a maximum before the first visible key
+constexpr float kNoScore = -1e29f;  // the maximum before the first visible key
 constexpr int kStatistics = 5;      // maximum, sum, A, C, M
 
 static_assert(TILE_M == THREADS / cukit::kWarpSize * 16, "16 rows per warp");
-static_assert(TILE_N % 32 == 0 && KEY_TILE % TILE_N == 0, "a tile is full words of the selection");
+static_assert(TILE_N % 32 == 0 && KEY_TILE % TILE_N == 0, "tiles start at word boundaries of the selection");
 
 CUKIT_DEVICE float quad_sum(float value) {
   value += __shfl_xor_sync(cukit::kFullMask, value, 1);
@@ -76,7 +77,7 @@ struct RowSums {
     }
   }
 
-  // Masked pairs: p is 0 and u is kHidden.
+  // Adds a tile. For masked pairs, p is 0 and u is kHidden.
   CUKIT_DEVICE void add(const float (&p)[kScores], const float (&u)[kScores]) {
     float shrink[2];
     cukit::update_maxima(student, shrink, u, 1.0f);
@@ -100,7 +101,8 @@ struct RowSums {
     }
   }
 
-  // `to`: statistics of the lane's first row, `step` floats apart.
+  // `to`: the first statistic of the lane's first row; its other statistics follow `step` floats
+  // apart.
   CUKIT_DEVICE void write(float* to, long long step) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -123,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
     const T* __restrict__ q_s,        // [batch, seq_q, heads_s, head_dim]
     const T* __restrict__ k_s,        // [batch, seq_kv, head_dim]
     const float* __restrict__ head_weights,  // as lse_t, of heads_s
-    const unsigned* __restrict__ selected,   // SELECTED: bits, [chunk rows, scratch_row / 32]
+    const unsigned* __restrict__ selected,   // SELECTED: bits [chunk rows, scratch_row / 32]
 #if GRADIENT
     const float* __restrict__ lse_s,        // [batch, seq_q]; VARLEN: [total_q]
     const float* __restrict__ mass_t,       // as lse_s: M / heads_t
@@ -166,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 
   // Heads of a tile: the teacher's 0 .. heads_t - 1, then the student's.
   const int heads = params.heads_t + params.heads_s;
-  // Copies recompute their addresses: kept throughout the loop, they would take the scores'
-  // registers.
+  // Each copy recomputes its addresses: addresses kept throughout the loop would occupy registers
+  // that the scores need.
   const auto row_stride = [](const cukit::HeadStrides& strides) {
     return static_cast<long long>(static_cast<int>(cukit::opaque(static_cast<unsigned>(strides.row))));
   };
@@ -254,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 #pragma unroll 1
     for (int head = 0; head < heads; ++head) {
       cukit::publish_heads();
-      __syncthreads();  // this head has landed, and no warp reads the other stages any more
+      __syncthreads();  // this head has been copied, and no warp reads the other stages any more
       const int next_head = head + 1 < heads ? head + 1 : 0;
       const int next_tile = head + 1 < heads ? tile : tile + 1;
       const int next_k_stage = k_stage ^ static_cast<int>(new_keys(next_head));
@@ -289,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
       k_stage = next_k_stage;
     }
 
-    // Bits of the keys that are masked or were not selected.
+    // The selection's bits, shifted to the lane's first column: 0 hides a key.
     unsigned bits[2][kWords];
 #if SELECTED
 #pragma unroll
@@ -372,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(TILE_M) indexer_kl_rows(
   }
   const float top = max + log2f(sum);
   float value = ((entropy - cross) / mass - log2f(mass) + top) * cukit::kLn2;
-  // 0 for a row without visible keys, and for a negative rounding error near 0. NaN stays.
+  // 0 for a row without visible keys, and for a negative rounding error near 0. NaN is kept.
   if (mass == 0.0f || value < 0.0f) value = 0.0f;
   const long long row = cukit::row_statistics(work.b, 0, 1, work.sequence, params.settings) +
                         work.first_row + threadIdx.x;

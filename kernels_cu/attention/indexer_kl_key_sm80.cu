@@ -2,13 +2,13 @@
 //
 //   x = q k^T      dx = w dI [x > 0]      dk = scale sum over queries and heads of dx^T q
 //
-// dI: of a chunk of queries, written by indexer_kl_sweep (GRADIENT), times kGradientUnit. `partial`
+// indexer_kl_sweep (GRADIENT) has written dI of a chunk of queries, times kGradientUnit. `partial`
 // accumulates the chunks in order, in float32.
 // Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556.
 // Mapping: block (sequence, tile of keys, split of the heads); a warp owns 16 keys. The block
-//   iterates over the chunk's queries in tiles of TILE_Q and for each tile over its heads; the next
-//   head's queries are copied meanwhile, dI once for all heads. dx^T is a register operand of its
-//   product.
+//   iterates over the chunk's queries in tiles of TILE_Q and for each tile over the block's heads;
+//   the next head's queries are copied meanwhile, and dI once for all heads. dx^T is a register
+//   operand of its product.
 // Shared memory, bytes, dynamic: 2 (HEAD_DIM (KEY_TILE + 2 TILE_Q) + 2 TILE_Q KEY_TILE):
 //   k | q, two stages | dI, two.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256; PADDED; KEY_TILE = 16 * warps; TILE_Q
@@ -33,7 +33,7 @@ constexpr int kQueryBytes = TILE_Q * HEAD_DIM * 2;
 constexpr int kDerivativeBytes = TILE_Q * KEY_TILE * 2;
 constexpr int kParts = TILE_M / TILE_Q;
 
-static_assert(KEY_TILE == THREADS / cukit::kWarpSize * 16, "every warp owns 16 keys");
+static_assert(KEY_TILE == THREADS / cukit::kWarpSize * 16, "each warp owns 16 keys");
 static_assert(TILE_M % TILE_Q == 0, "TILE_Q divides a tile of the chunk");
 
 }  // namespace
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
     const float* __restrict__ head_weights,  // [batch, heads_s, seq_q]; VARLEN: [heads_s, total_q]
     const T* __restrict__ derivatives,       // [chunk rows, scratch_row]
     float* __restrict__ partial,             // [batch * seq_kv, splits, head_dim]
-    const float* __restrict__ upstream,      // scalar or null: a factor
+    const float* __restrict__ upstream,      // scalar or null (1): factor of dk
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,   // [batch + 1]
     const __grid_constant__ cukit::IndexerParameters params, int first_tile) {
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   if (keys_left <= 0) return;
   const int causal_offset = sequence.seq_kv - sequence.seq_q;
 
-  // The chunk's tiles of this sequence with queries that attend to some of the keys.
+  // The chunk's tiles of this sequence with queries that attend to some of the block's keys.
   const int q_tiles = cukit::tiles_of_sequence(params);
   const cukit::TileRange seen = cukit::query_tiles<TILE_M>(first_key, min(KEY_TILE, keys_left),
                                                            causal_offset, sequence.seq_q, settings);
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 #pragma unroll 1
     for (int head = 0; head < heads; ++head) {
       cukit::cp_async_wait<0>();
-      __syncthreads();  // these queries have landed, and no warp reads the other stages any more
+      __syncthreads();  // the queries have been copied, and no warp reads the other stages any more
       const bool same = head + 1 < heads;
       if (same || part + 1 < end_part) {
         copy(same ? part : part + 1, same ? head + 1 : 0, q_stage ^ 1, d_stage ^ 1);
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
       for (int step = 0; step < TILE_Q / 16; ++step) {
         unsigned packed[4];
         d_left(packed, 16 * step, 0, d_stage * kDerivativeBytes);
-        float weight[2][2];  // of the queries of registers 0 and 1, 2 and 3
+        float weight[2][2];  // [0]: for the queries of registers 0 and 1; [1]: 2 and 3
 #pragma unroll
         for (int side = 0; side < 2; ++side)
 #pragma unroll

@@ -3,7 +3,7 @@
 //
 //   x = q k^T      dx = w dI [x > 0]      dq = scale dx k      dw = scale sum_j dI max(0, x)
 //
-// dI: of a chunk of queries, written by indexer_kl_sweep (GRADIENT), times kGradientUnit.
+// indexer_kl_sweep (GRADIENT) has written dI of a chunk of queries, times kGradientUnit.
 // Paper: DeepSeek-AI, "DeepSeek-V3.2", arXiv:2512.02556.
 // Mapping: block (head, tile of the chunk); a warp owns 16 queries and iterates over the keys in
 //   tiles of TILE_N; the next tile is copied meanwhile. dx is a register operand of its product.
@@ -30,7 +30,7 @@ constexpr int kQueryBytes = TILE_M * HEAD_DIM * 2;
 constexpr int kKeyBytes = TILE_N * HEAD_DIM * 2;
 constexpr int kDerivativeBytes = TILE_M * TILE_N * 2;
 
-static_assert(TILE_M == THREADS / cukit::kWarpSize * 16, "every warp owns 16 rows");
+static_assert(TILE_M == THREADS / cukit::kWarpSize * 16, "each warp owns 16 queries");
 
 }  // namespace
 
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
     const T* __restrict__ derivatives,       // [chunk rows, scratch_row]
     T* __restrict__ grad_q,                  // [batch, seq_q, heads_s, head_dim], contiguous
     float* __restrict__ grad_weights,        // [batch, seq_q, heads_s]
-    const float* __restrict__ upstream,      // scalar or null: a factor
+    const float* __restrict__ upstream,      // scalar or null (1): factor of dq and dw
     const int* __restrict__ cu_seqlens_q,    // [batch + 1]
     const int* __restrict__ cu_seqlens_kv,   // [batch + 1]
     const __grid_constant__ cukit::IndexerParameters params, int first_tile) {
@@ -65,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   k += cukit::offset_of(params.k_s, work.b, work.sequence.first_kv, 0);
   derivatives += work.scratch * params.scratch_row;
 
-  // Copies recompute their addresses: kept throughout the loop, they would take the accumulators'
-  // registers.
+  // Each copy recomputes its addresses: addresses kept throughout the loop would occupy registers
+  // that the accumulators need.
   const auto again = [](long long stride) {
     return static_cast<long long>(static_cast<int>(cukit::opaque(static_cast<unsigned>(stride))));
   };
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 #pragma unroll 1
   for (int tile = range.begin; tile < range.end; ++tile) {
     cukit::cp_async_wait<0>();
-    __syncthreads();  // this tile has landed, and no warp reads the other stage any more
+    __syncthreads();  // this tile has been copied, and no warp reads the other stage any more
     const int stage = (tile - range.begin) % 2;
     if (tile + 1 < range.end) copy(tile + 1, stage ^ 1);
     float x[1][TILE_N / 8][4];

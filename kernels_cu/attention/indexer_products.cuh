@@ -1,9 +1,10 @@
 // Q K^T of one head for indexer_kl_sweep, and its tiles in shared memory.
 //
-// Scores are in the layout of mma.sync and wgmma accumulators: a warp has 16 queries, element 4 n +
-// 2 half + i of a lane is row lane / 4 + 8 half, column 8 n + 2 (lane % 4) + i. WGMMA 0: tiles of
-// common/tile.cuh; every warp reads all keys. WGMMA 1 (sm_90a): parts of 64 columns
-// (common/hopper/shared_tile.cuh); a warpgroup multiplies 64 queries at a time.
+// Scores are in the layout of mma.sync and wgmma accumulators: a warp has 16 queries, and element
+// 4 n + 2 half + i of a lane is in row lane / 4 + 8 half, column 8 n + 2 (lane % 4) + i. WGMMA 0:
+// the tiles are those of common/tile.cuh, and every warp reads all keys. WGMMA 1 (sm_90a): the
+// tiles are stored in parts of 64 columns (common/hopper/shared_tile.cuh), and a warpgroup
+// multiplies 64 queries at a time.
 // Macros: DTYPE; TILE_M, TILE_N; THREADS; WGMMA 0|1.
 #pragma once
 
@@ -26,7 +27,7 @@ using IndexerScores = float[1][TILE_N / 8][4];
 
 constexpr int kPartColumns = 64;
 
-// Bytes of a tile of `rows` with heads of `width`.
+// Bytes of a tile of `rows` rows, with `width` columns per head.
 constexpr int indexer_tile_bytes(int rows, int width) {
   return rows * ((width + kPartColumns - 1) / kPartColumns * kPartColumns) * 2;
 }
@@ -43,7 +44,8 @@ CUKIT_DEVICE void copy_head(unsigned tile, const element_t* from, long long row_
   }
 }
 
-// Makes this thread's copies visible to the products of other threads after the next barrier.
+// Waits for this thread's copies and makes them visible to the wgmmas that other threads issue
+// after the next barrier.
 CUKIT_DEVICE void publish_heads() {
   cp_async_wait<0>();
   fence_proxy_async();

@@ -1,9 +1,9 @@
 // Bit masks of the keys selected for each query of a chunk.
 //
-// indices holds keys of the query's own sequence; negative ones, which pad the lists, and those
-// beyond its length are ignored. A block writes the bits of one query.
+// `indices` holds indices of keys in the query's sequence. Negative ones, which pad the lists, and
+// those beyond the sequence's length are ignored. A block writes the bits of one query.
 // Macros: DTYPE of the heads; TILE_M; THREADS; VARLEN 0|1.
-// Minimum architecture: sm_80. Deterministic: the order of the bits does not matter.
+// Minimum architecture: sm_80. Deterministic: the result of atomicOr does not depend on the order.
 // Reference: cukit/reference/indexer_kl.py.
 #include "attention/indexer_work.cuh"
 #include "attention/parameters.cuh"

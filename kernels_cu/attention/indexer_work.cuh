@@ -12,7 +12,7 @@
 
 namespace cukit {
 
-// Factor of stored derivatives, so that float16 represents small ones.
+// The factor by which derivatives are stored, so that float16 represents small ones.
 constexpr float kGradientUnit = 64.0f;
 
 CUKIT_DEVICE int tiles_of_sequence(const IndexerParameters& params) {
@@ -20,7 +20,7 @@ CUKIT_DEVICE int tiles_of_sequence(const IndexerParameters& params) {
 }
 
 struct IndexerWork {
-  int b, first_row;       // the tile's sequence, and its first query there
+  int b, first_row;       // the tile's sequence, and the tile's first query in it
   Sequence sequence;
   int rows_left;          // 0 or less: the tile is empty
   long long scratch;      // the tile's first row in the scratch arrays
@@ -42,7 +42,7 @@ struct IndexerWork {
 
   CUKIT_DEVICE int causal_offset() const { return sequence.seq_kv - sequence.seq_q; }
 
-  // The tiles of `Tile` keys visible to its queries (rows_left > 0).
+  // The tiles of `Tile` keys visible to the tile's queries (rows_left > 0).
   template <int Tile>
   CUKIT_DEVICE TileRange keys(const ScoreSettings& settings) const {
     return key_tiles<Tile>(first_row, min(TILE_M, rows_left), causal_offset(), sequence.seq_kv,

@@ -2,20 +2,21 @@
 // scores.
 //
 //   e = exp2(x - top), x = a t, u = b s
-//   (t, s: products Q K^T of teacher and student; a, b: scale log2(e) / T)
+//   (t, s: products Q K^T of teacher and student; a, b: their scale * log2(e) / temperature)
 //   cross_t += e t     cross_s += e s     sum_t += e     sum_s += exp2(u - top_s)
 //   KL / ln 2 = (a cross_t - b cross_s) / sum_t - lse_t + lse_s,   lse = top + log2(sum)
 //
-// A given lse replaces `top`. With the student's, sum_s is not needed. With the teacher's,
+// An lse that the caller passes replaces `top`. With the student's lse, sum_s is not needed. With
+// the teacher's lse,
 //   KL / ln 2 = a cross_t - b cross_s - sum_t (lse_t - lse_s) + (1 - sum_t) log2(e),
-// in which an error of lse_t has only a second-order effect. PRECISE, with both lse given: the sum
-// of p (expm1(-d) + d), d = ln p - ln q. No term is negative, so nothing cancels: the relative
-// error is that of float32, however small the divergence.
+// in which an error of lse_t has only a second-order effect. PRECISE, with both lse given: KL is
+// the sum of p (expm1(-d) + d), d = ln p - ln q. No term is negative, so no terms cancel: the
+// relative error is that of float32, however small the divergence.
 //
 // Masked scores are kHidden, not -infinity: x - u is then finite, and e is 0.
-// A lane holds rows r and r + 8: element 4 n + 2 half + i of its scores is in row r + 8 half. Sums
-// are over the lane's columns. Each tile is summed separately before it is added, which reduces the
-// rounding error of long rows.
+// A lane holds rows r and r + 8: element 4 n + 2 half + i of its scores is in row r + 8 half. A
+// lane's sums are over its own columns until finish(). Each tile is summed separately before it is
+// added, which reduces the rounding error of long rows.
 //
 // Macros: KNOWN_T, KNOWN_S 0|1: the lse of teacher, student is given; KNOWN_S 2: the student's
 //   softmax is computed elsewhere and passed to take_student(); PRECISE 0|1: needs both.
@@ -27,12 +28,12 @@
 
 namespace cukit {
 
-static_assert(!PRECISE || (KNOWN_T && KNOWN_S == 1), "precise terms need both probabilities");
+static_assert(!PRECISE || (KNOWN_T && KNOWN_S == 1), "PRECISE needs the lse of both models");
 
 constexpr float kHidden = -1e30f;
 constexpr float kNoScore = -1e29f;  // the maximum before the first visible key
 
-// Replaces -infinity, which hide_keys has stored, by kHidden. NaN is kept.
+// Replaces the -infinity that hide_keys stores by kHidden. NaN is kept.
 template <int N>
 CUKIT_DEVICE void make_finite(float (&scores)[N]) {
 #pragma unroll
@@ -43,8 +44,8 @@ CUKIT_DEVICE void make_finite(float (&scores)[N]) {
 
 // Row arrays: [batch, heads, seq_q]; VARLEN: [heads, total_q].
 struct KlRowArrays {
-  const float* known_t;  // KNOWN_T, natural logarithm
-  const float* known_s;  // KNOWN_S 1
+  const float* known_t;  // KNOWN_T: the teacher's lse, natural logarithm
+  const float* known_s;  // KNOWN_S 1: the student's
   float* kl;             // or null
   float* lse_t;          // or null
   float* lse_s;          // or null
@@ -98,8 +99,8 @@ class KlRows {
     }
   }
 
-  // Adds the student's products times the teacher's weights `e`. Infinite: -infinity may stand for
-  // kHidden.
+  // Adds the student's products times the teacher's weights `e`. Infinite: products may be
+  // -infinity, which counts as kHidden.
   template <bool Infinite = false, int N>
   CUKIT_DEVICE void add_cross(const float (&e)[N], const float (&s)[N]) {
 #pragma unroll
@@ -138,7 +139,7 @@ class KlRows {
     }
   }
 
-  // PRECISE: replaces the three above.
+  // PRECISE: used instead of add_teacher, add_cross and add_student.
   template <int N>
   CUKIT_DEVICE void add_precise(const float (&t)[N], const float (&s)[N]) {
 #pragma unroll
@@ -204,8 +205,8 @@ class KlRows {
   }
 
  private:
-  // A given lse in log2 units, +infinity for a row without visible keys; otherwise the initial
-  // maximum.
+  // Known: the given lse in log2 units, +infinity for a row without visible keys. Otherwise the
+  // initial maximum.
   template <bool Known>
   CUKIT_DEVICE static float start(const float* lse, bool exists) {
     if constexpr (!Known) return kNoScore;
@@ -232,7 +233,7 @@ class KlRows {
     return value + __shfl_xor_sync(kFullMask, value, 2);
   }
 
-  SoftmaxRows teacher_, student_;  // max: the lse in log2 units, if it is given
+  SoftmaxRows teacher_, student_;  // max: the lse in log2 units if it is given
   float cross_t_[2], cross_s_[2];
   float scale_t_, scale_s_;
 };

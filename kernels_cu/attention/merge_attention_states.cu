@@ -1,14 +1,15 @@
-// Merges attention over two sets of keys: the outputs, weighted by their sums of exponentials.
+// Merges attention over two sets of keys, a and b: the mean of their outputs, weighted by their
+// sums of exponentials.
 //
 //   lse = log(exp(lse_a) + exp(lse_b));  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
-//   A side whose lse is -infinity had no visible key: its output is ignored, even if NaN. If both
-//   are, out = 0.
+//   An lse of -infinity means that the set had no visible key: its output is ignored, even if NaN.
+//   If both are -infinity, out = 0.
 //
 // Paper: Milakov and Gimelshein, arXiv:1805.02867; Ye et al., FlashInfer, arXiv:2501.01005.
 // Mapping: a thread processes VECS chunks of 8 columns; all loads are issued before the first use.
 //   A row is a query and a head.
-// Macros: DTYPE float16|bfloat16; THREADS; VECS; SHARED 0|1 side a was computed for `shared`
-//   neighbouring requests together: their queries are concatenated in its lse.
+// Macros: DTYPE float16|bfloat16; THREADS; VECS; SHARED 0|1: attention over set a was computed
+//   for `shared` neighbouring requests together, whose queries are concatenated in lse_a.
 // Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/paged_attention.py.
 #include "common/platform.cuh"

@@ -1,39 +1,39 @@
-// Multi-head latent attention over a cache of FP8 latents, for Hopper (wgmma, TMA): the function of
-// mla_attention_sm90.cu with codes in place of 16-bit latents (mla_codes.cuh).
+// Multi-head latent attention over a cache of FP8 latents, for Hopper (wgmma, TMA): computes the
+// same as mla_attention_sm90.cu, from codes in place of 16-bit latents (mla_codes.cuh).
 //
 // Papers: DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434 (section 2.1.2); Shah et al.,
 //   "FlashAttention-3", arXiv:2407.08608 (warp specialisation, softmax overlaps wgmmas).
-// Mapping: both products are transposed, so that the decoded latents are wgmma's operand a, which
+// Mapping: both products are transposed, so that the decoded latents are operand A of wgmma, which
 //   may be in registers:
 //
 //     scores^T [64 keys, heads] = C Q^T,    outputs^T [512, heads] = C^T P^T
 //
-//   Codes are in shared memory once, decoded latents only in registers. A block processes its share
-//   of the batch (mla_work.cuh) in pieces. A piece is a tile of up to HEADS rows (heads of
-//   queries) and a range of pages of 64 keys. Four warpgroups:
+//   Shared memory holds only the codes; decoded latents are only in registers. A block processes
+//   its share of the batch (mla_work.cuh) in pieces. A piece is a tile of up to HEADS rows (heads
+//   of queries) and a range of pages of 64 keys. Four warpgroups:
 //     - producer: one thread copies pages, a quarter (16 tokens, all their bytes) per copy, to a
 //       ring of SLOTS slots, and loads the queries.
 //     - scores: converts the queries (for the first piece together with the outputs warpgroups),
-//       computes the scores of a page, row maxima and exponentials, and stores the exponentials,
-//       the weights, to one of two buffers. Warp w decodes quarter w.
+//       computes the scores of a page, row maxima and exponentials, and stores the exponentials
+//       (the weights) to one of two buffers. Warp w decodes quarter w.
 //     - outputs, two warpgroups: group g accumulates output columns 256 g .. 256 g + 255.
 //   A slot is released as soon as its codes are in registers.
 //   Weights: a key's latents are decoded in its own unit 2^e, and the weights include the unit:
 //   exp2(score + e - max), where max is at most 8 below the maximum of score + e over a tile's
-//   pages so far (online_softmax.cuh). So weights are at most 2^8 for any scales; row sums are of
-//   weights times 2^-e.
-//   The order of keys among a warp's rows and of columns among the steps of k is chosen such that
-//   loads of codes are 16 bytes wide without bank conflicts.
-//   Rows of a page beyond the last key may hold arbitrary data: their scores are masked, their
-//   codes replaced by zeros. A piece that does not cover its request is stored to `partial`, and
-//   mla_merge.cu merges the pieces.
+//   pages so far (online_softmax.cuh). Weights are therefore at most 2^8 for any scales. Row sums
+//   add weights times 2^-e.
+//   Keys are ordered within a warp's rows, and columns within the k steps, so that the scores
+//   warpgroup loads 16 bytes of codes at a time without bank conflicts.
+//   Rows of a page beyond the last key may hold arbitrary data: their scores are masked, and their
+//   codes are replaced by zeros. A piece that does not cover its request is stored to `partial`,
+//   and mla_merge.cu merges the pieces.
 // Shared memory, dynamic: queries (HEADS x 576) | weights of two pages (64 x HEADS each) | slots.
 // Tensor map: q as [batch, seq_q * heads_q, 576], boxes [1, HEADS, 64].
-// Macros: DTYPE bfloat16; HEADS 16|32|64; SLOTS; SCORE_REGISTERS per thread of the scores warpgroup;
-//   TEAM blocks that share pages, a divisor of the grid and of the number of tiles of a
+// Macros: DTYPE bfloat16; HEADS 16|32|64; SLOTS; SCORE_REGISTERS per thread of the scores
+//   warpgroup; TEAM blocks that share pages, a divisor of the grid and of the number of tiles of a
 //   request; CAUSAL 0|1; THREADS 512.
-// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and
-//   grid.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order that depends on the
+//   lengths and the grid.
 // Reference: cukit/reference/mla_attention.py.
 #include "attention/mla_codes.cuh"
 #include "attention/mla_work.cuh"
@@ -79,9 +79,9 @@ constexpr int kOutputTiles = kGroupColumns / cukit::kWarpgroupRows;  // of wgmma
 constexpr int kLaneColumns = 2 * kOutputTiles;
 constexpr int kHeadPairs = HEADS / 8;  // of a lane: heads 8 n + 2 (lane % 4) and + 1
 
-static_assert(THREADS == Block::kThreads, "a producer, scores, two groups of outputs");
-static_assert(HEADS == 16 || HEADS == 32 || HEADS == 64, "rows of a tile");
-static_assert(SLOTS >= 2 * kQuarters, "the pages of scores and outputs");
+static_assert(THREADS == Block::kThreads, "one producer, one scores and two outputs warpgroups");
+static_assert(HEADS == 16 || HEADS == 32 || HEADS == 64, "supported numbers of rows per tile");
+static_assert(SLOTS >= 2 * kQuarters, "slots for the page of the scores and the page of the outputs");
 static_assert(kLaneColumns == 8, "a lane's columns are contiguous");
 
 using SlotState = cukit::PipelineState<SLOTS>;
@@ -127,21 +127,21 @@ struct Arrays {
 // Data that the warps exchange through shared memory.
 struct Exchange {
   ParkedShare shares[THREADS / cukit::kWarpSize];
-  int share_units;  // units per team
+  int share_units;  // units (pages) per team
   // Passed to the outputs warpgroups with each of the two buffers of weights:
-  int grown[2];          // whether outputs are to be rescaled
+  int grown[2];          // whether the outputs must be rescaled
   alignas(16) float shrink[2][HEADS];
   alignas(16) __half ratios[2][kScaleGroups][kPage];
   // Exchanged among the scores warps:
-  // One copy per warp: first the heads of the lanes with lane % 4 == 0, then of those with 1, ...
+  // One copy per warp, heads in the order of the lanes that hold them: lane % 4 == 0, then 1, 2, 3.
   alignas(16) float maxima[cukit::kWarpgroupWarps][HEADS];
   int votes[2][cukit::kWarpgroupWarps];
   unsigned query_tops[Block::kConsumerWarps];  // bits of each warp's largest query element
   Statistics totals[HEADS];  // of a piece
 };
 
-// Converts the queries of a piece, and returns their unit. Called by the scores warps; for a block's
-// first piece also by the outputs warps, which are idle until then.
+// Converts the queries of a piece, and returns their unit. Called by the scores warps and, for a
+// block's first piece, also by the outputs warps, which are idle at that time.
 CUKIT_DEVICE int convert_queries(unsigned char* tile, Exchange& exchange, bool first) {
   using Queries = CodedQueries<QueryTile>;
   const int warps = first ? Block::kConsumerWarps : cukit::kWarpgroupWarps;
@@ -182,11 +182,12 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, ParkedShare& parke
   bool first_piece = true;
   for (Share share = parked.share(); !share.done(); parked.advance(share, arrays.seq_lens, params)) {
     const Piece piece = share.piece();
-    // Queries of later pieces are loaded after a page: those of the previous piece are still in use.
+    // Queries of later pieces are loaded after the piece's first page: until then the queries of
+    // the previous piece are in use.
     if (starts && first_piece) load_queries(piece);
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
-    // Block 0 is loaded as the only page of a request of length 0.
+    // A request of length 0 has one page, for which block 0 is loaded.
     const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
     const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);
@@ -221,8 +222,8 @@ constexpr int kChunkSteps = QueryTile::kPartColumns / 16;
 CUKIT_DEVICE int warp() { return threadIdx.x / cukit::kWarpSize % cukit::kWarpgroupWarps; }
 CUKIT_DEVICE void sync() { cukit::named_sync(kScoreBarrier, cukit::kWarpgroupThreads); }
 
-// The key of a lane's first row within a quarter; the second's is 8 further. Neighbouring rows are
-// four keys apart, half a period of the banks.
+// The key, within a quarter, of a lane's first row; the key of its second row is 8 further.
+// Neighbouring rows are four keys apart, half a period of the shared-memory banks.
 CUKIT_DEVICE int key_of_row(int row) { return row / 2 + 4 * (row % 2); }
 
 CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange,
@@ -236,8 +237,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       reinterpret_cast<float2*>(exchange.maxima[own_warp]) + lane % 4 * kHeadPairs;
   const unsigned long long q_first = cukit::uniform_descriptor(QueryTile::k_major(tiles.queries));
 
-  // A buffer of weights that the outputs warpgroups do not use, as scratch space: two floats for
-  // each warp, n and lane % 4.
+  // Scratch space in a buffer of weights that the outputs warpgroups do not use: a float2 for each
+  // warp, pair of heads n and lane % 4.
   const auto scratch = [&](const cukit::PipelineState<2>& buffer) {
     return reinterpret_cast<float2*>(tiles.weights + buffer.index * WeightTile::kBytes) + lane % 4;
   };
@@ -383,8 +384,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
             }
           }
       }
-      // Maxima are exact on the first page; later all are updated if any has grown by more than
-      // kLazyGrowth.
+      // Maxima are exact after the first page; later all of them are updated if one has grown by
+      // more than kLazyGrowth.
       bool renew = page == piece.begin;
       if (!renew) {
         float tops[4] = {acc[0], acc[1], acc[2], acc[3]};  // independent chains
@@ -400,7 +401,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       barriers.weights.acquire(weights);
       const bool rescales = renew && page > piece.begin;
       if (renew) {
-        // Each warp's maxima, stored in the buffer that the weights will overwrite.
+        // Exchanges each warp's maxima through the buffer that the weights will overwrite.
         float2* const tops = scratch(weights);
 #pragma unroll
         for (int n = 0; n < kHeadPairs; ++n) {
@@ -479,7 +480,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     }
     barriers.queries.release(parked.piece_state());
 
-    // The warps' sums, stored in the next buffer of weights.
+    // Exchanges the warps' sums through the next buffer of weights.
     barriers.weights.acquire(weights);
     float2* const sums = scratch(weights);
 #pragma unroll
@@ -523,7 +524,7 @@ namespace outputs {
 
 using Outputs = float[kOutputTiles][HEADS / 2];
 
-// Waits for all products.
+// Waits for all wgmmas.
 CUKIT_DEVICE void finish(Outputs& out) {
 #pragma unroll
   for (int tile = 0; tile < kOutputTiles; ++tile) cukit::wgmma_wait<0>(out[tile]);
@@ -533,10 +534,10 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
                       const Arrays& arrays, const cukit::LatentParameters& params) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int own_warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize) - 2 * kQuarters;
-  // Rows of wgmma are assigned to columns so that a lane's columns are contiguous.
+  // Output columns are assigned to the rows of the wgmmas so that a lane's columns are contiguous.
   const int column = own_warp * (kLatent / kOutputWarps) + lane / 4 * kLaneColumns;
   const int scale_group = own_warp * (kLatent / kOutputWarps) / kScaleColumns;
-  const int own_key = lane % 4 * 2;  // and + 1, + 8, + 9, in a quarter
+  const int own_key = lane % 4 * 2;  // in a quarter; also own_key + 1, + 8 and + 9
   const int member = blockIdx.x % TEAM;
   ParkedShare& parked = exchange.shares[threadIdx.x / cukit::kWarpSize];
   const unsigned long long w_first =
@@ -552,8 +553,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     for (int tile = 0; tile < kOutputTiles; ++tile)
 #pragma unroll
       for (int i = 0; i < HEADS / 2; ++i) out[tile][i] = 0.0f;
-    int left;  // pages
-    int keys;  // from the page on
+    int left;  // pages of the piece
+    int keys;  // from the first key of the current page to the end of the request
     {
       const Piece piece = share.piece();
       left = piece.end - piece.begin;
@@ -678,7 +679,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           cukit::store(first + row * kLatent, result);
         }
     } else {
-      // In the order of mla_merge.cu with FRAGMENT_ROWS.
+      // In the order that mla_merge.cu expects with FRAGMENT_ROWS.
       float4* const first = reinterpret_cast<float4*>(arrays.partial.out(slot)) +
                             own_warp * (kHeadPairs * kOutputTiles * cukit::kWarpSize) + lane;
 #pragma unroll

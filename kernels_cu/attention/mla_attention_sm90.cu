@@ -2,7 +2,7 @@
 // up-projections absorbed into queries and outputs. All heads share one key of 576 columns, of
 // which the first 512 are also the value:
 //
-//   out = softmax(scale * (Q_latent C^T + Q_rope R^T) + mask) C,   a cached row being [C, R]
+//   out = softmax(scale * (Q_latent C^T + Q_rope R^T) + mask) C,   where a cached row is [C, R]
 //
 // Papers: DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434 (section 2.1.2); Shah et al.,
 //   "FlashAttention-3", arXiv:2407.08608 (warp specialisation, softmax overlaps wgmmas).
@@ -11,20 +11,21 @@
 //   is an operand of both products. A thread of the producer warpgroup issues the TMA loads. Each
 //   of the two consumer warpgroups, g = 0 and 1, owns every second page. Consumer g
 //     - accumulates output columns 256 g .. 256 g + 255 of all pages, and row sums of its pages;
-//     - for its own page: computes the scores, the row maxima and the exponentials, stores these as
-//       probabilities to shared memory for the other consumer, and multiplies them by half g of the
-//       page;
-//     - for the other's page: multiplies the other's probabilities by half g, between the first
-//       EARLY sections of its own page's scores and the rest. Thus one consumer's wgmmas run while
-//       the other computes exponentials.
-//   A page is loaded and released in three sections, of 256, 256 and 64 columns: a half is released
-//   once its warpgroup has multiplied it, the last section once the scores are complete. PREFETCH:
+//     - for its own page: computes the scores, the row maxima and the exponentials, stores the
+//       exponentials as probabilities to shared memory for the other consumer, and multiplies them
+//       by half g of the page;
+//     - for the other consumer's page: multiplies that consumer's probabilities by half g. These
+//       wgmmas are issued after those of the first EARLY sections of the scores of its own page,
+//       and before the rest. Thus one consumer's wgmmas run while the other computes exponentials.
+//   A page is loaded and released in three sections, of 256, 256 and 64 columns. The halves are
+//   released once their warpgroups have multiplied the probabilities by them, the last section once
+//   the scores are complete. PREFETCH:
 //   the page after the one being loaded is prefetched to L2.
 //   CLUSTER: each block of a pair multicasts half of a page's tokens to both: a page is read from
-//   L2 once for two tiles of rows. Both blocks process the same pages.
-//   Rows of a page beyond the last key may hold arbitrary data; as values they are overwritten with
-//   zeros. A piece that does not cover its request is stored to `partial`, and mla_merge.cu merges
-//   the pieces.
+//   L2 once for two tiles of rows, whose blocks process the same pages.
+//   Rows of a page beyond the last key may hold arbitrary data, and are overwritten with zeros
+//   before they are multiplied as values. A piece that does not cover its request is stored to
+//   `partial`, and mla_merge.cu merges the pieces.
 // Shared memory, dynamic: queries (64 x 576, 72 KiB) | two pages (64 x 576 each) | probabilities
 //   (64 x 64), all in parts of 64 columns with a swizzle of 128 bytes: 224 KiB. Static: barriers,
 //   row maxima and sums that the consumers exchange.
@@ -33,8 +34,8 @@
 // Macros: DTYPE float16|bfloat16; EARLY 1|2; PREFETCH 0|1; PRODUCER_REGISTERS; TEAM blocks that
 //   share pages, a divisor of the grid and of the number of tiles of a request; CLUSTER 1|2, a
 //   divisor of TEAM; CAUSAL 0|1; THREADS 384.
-// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order for given lengths and
-//   grid.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order that depends on the
+//   lengths and the grid.
 // Reference: cukit/reference/mla_attention.py.
 #include "attention/mla_work.cuh"
 #include "common/hopper/pipeline.cuh"
@@ -68,7 +69,7 @@ constexpr int kHalfParts = kHalf / PageTile::kPartColumns;
 constexpr int kRopeSection = 2;
 constexpr int kReaders = CLUSTER * cukit::kWarpgroupWarps;  // warps that release a section
 
-static_assert(THREADS == Block::kThreads, "a producer and two consumers");
+static_assert(THREADS == Block::kThreads, "one producer warpgroup and two consumer warpgroups");
 static_assert(TEAM % CLUSTER == 0, "the blocks of a cluster read the same pages");
 static_assert(EARLY == 1 || EARLY == 2, "with three the compiler serialises the wgmmas");
 
@@ -77,7 +78,7 @@ CUKIT_DEVICE constexpr int parts_of(int section) {
   return section == kRopeSection ? PageTile::kParts - 2 * kHalfParts : kHalfParts;
 }
 
-// Pipeline state of a page; `count`: pages that the block processed before it.
+// Pipeline state of a page; `count`: the number of pages that the block processed before it.
 CUKIT_DEVICE cukit::PipelineState<kStages> page_state(int count) {
   cukit::PipelineState<kStages> state;
   state.index = count % kStages;
@@ -117,7 +118,7 @@ struct Arrays {
 // Data that the warps exchange through shared memory.
 struct Exchange {
   ParkedShare shares[THREADS / cukit::kWarpSize];
-  int share_units;          // units per team
+  int share_units;          // units (pages) per team
   float maxima[2][kRows];   // by the warpgroup that owns the page
   float sums[2][2][kRows];  // by the parity of a piece, then by warpgroup
 };
@@ -154,7 +155,7 @@ CUKIT_DEVICE void load_section(Barriers& barriers, int section, int count, const
 }
 
 
-// All participating warps iterate over the pages; one thread issues the TMA loads.
+// One warp; its first lane issues the TMA loads.
 CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange,
                       const cukit::TensorMap* q, const cukit::TensorMap* cache, const Arrays& arrays,
                       const cukit::LatentParameters& params) {
@@ -166,7 +167,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const Piece piece = share.piece();
     const int* const row =
         arrays.block_table + static_cast<long long>(piece.place.b) * params.table_row;
-    // Block 0 is loaded for pages beyond the piece, and as the only page of a request of length 0.
+    // 0 for pages beyond the piece, which are not loaded, and for the only page of a request of
+    // length 0.
     const int pages = min(piece.end, (piece.place.request.seq_kv + kPage - 1) / kPage);
     const auto block_of = [&](int page) { return page < pages ? row[page] : 0; };
     int block = block_of(piece.begin);
@@ -188,7 +190,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
           }
         }
         load_section(barriers, kRopeSection, count, tiles, cache, kLatent, block);
-        const int half = count % kStages;  // the half of the page's owner is loaded first
+        const int half = count % kStages;  // the page's owner needs its own half first
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) {
           load_section(barriers, half ^ turn, count, tiles, cache, (half ^ turn) * kHalf, block);
@@ -208,8 +210,8 @@ using Outputs = float[kHalf / 2];
 using Scores = float[kPage / 2];
 using Probabilities = unsigned[kPage / 16][4];
 
-// Named barriers: of one consumer (+ group); of both; for the probabilities of a consumer's page
-// (+ group), once they are stored.
+// Named barriers: of the warps of consumer `group` (kOwnBarrier + group), of both consumers, and
+// for the hand-over of the probabilities of consumer `group` (kHandoverBarrier + group).
 constexpr int kOwnBarrier = 1;
 constexpr int kBothBarrier = 3;
 constexpr int kHandoverBarrier = 4;
@@ -243,7 +245,8 @@ CUKIT_DEVICE void adopt(cukit::SoftmaxRows& rows, Outputs& out, const float (&to
 }
 
 
-// Zeroes the rows of a half page from `rows` on, by its warpgroup, after the scores are complete.
+// Zeroes the rows from `rows` on of a half page. Called by the half's warpgroup, after the scores
+// are complete.
 CUKIT_DEVICE void clear_rows(unsigned char* half, int rows, int group) {
   const int thread = threadIdx.x % cukit::kWarpgroupThreads;
 #pragma unroll 1
@@ -308,7 +311,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     Scores scores;
     barriers.queries.wait(parked.piece_state());
 
-    // Keys from a page's first row on. Rows without a key are zeroed in this warpgroup's half.
+    // The number of keys from a page's first row on. clear_beyond_end() zeroes the rows beyond them
+    // in this warpgroup's half.
     const auto keys_of = [&](int page) { return seq_kv - key_of(page); };
     const auto clear_beyond_end = [&](int page, int stage) {
       if (keys_of(page) < kPage) {
@@ -381,7 +385,8 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
       cukit::exponentiate(softmax, scores, factor);
       Probabilities p;
       cukit::pack_probabilities<T>(p, scores);
-      // All warps of this consumer have multiplied the probabilities that these overwrite.
+      // Waits until all warps of this consumer have multiplied the probabilities that the store
+      // overwrites.
       cukit::named_sync(kOwnBarrier + group, cukit::kWarpgroupThreads);
       store_probabilities(tiles.probabilities, p);
       if (threadIdx.x % 4 == 0) {

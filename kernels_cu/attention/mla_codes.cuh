@@ -1,16 +1,16 @@
 // FP8 latents as wgmma operands in registers (sm_90).
 //
-// A token of the cache has 656 bytes: 512 codes (e4m3), 4 float32 scales, each of 128 codes, and 64
-// bfloat16 of rotated key. A code times its scale is converted to float16 in the token's own unit,
-// the power of two below its largest scale: one exact instruction converts two codes to float16,
-// and one multiplies both. Rotated columns, in bfloat16, are divided by the unit, exactly. The
-// queries have a unit per tile:
+// A token of the cache has 656 bytes: 512 codes (e4m3), 4 float32 scales, each for 128 codes, and
+// 64 rotated columns of the key in bfloat16. A code times its scale is converted to float16 in the
+// token's own unit, the largest power of two that is not above the token's largest scale: one exact
+// instruction converts two codes to float16, and one multiplies both. The rotated columns are
+// divided by the unit, exactly. The queries have a unit per tile:
 //
 //   score = unit_q * unit * (Q16 C16 + Q_rope R)
 //
-// Queries are stored in the order of columns in which lanes hold a token's bytes: lane l has, of
-// every 64 columns, the 16 bytes (of codes; twice 16 of rotated columns) at l % 4, two columns per
-// register. Units are stored as the exponent field of a float.
+// The columns of the queries are stored in the order in which lanes hold a token's bytes: of every
+// 64 columns, lane l holds 16-byte chunk l % 4 (of rotated columns: chunk l % 4 of each 64 bytes),
+// two columns per register. Units are stored as the exponent field of a float.
 #pragma once
 
 #include "attention/mla_work.cuh"
@@ -30,7 +30,7 @@ constexpr int kCodedBytes = kRopeByte + kRope * 2;
 constexpr int kExponentBias = 127;
 constexpr unsigned kInfinityBits = 0x7f800000u;
 
-// 2^(exponent - bias), of the exponent of a normal float.
+// 2^(exponent - kExponentBias), for the exponent field of a normal float.
 CUKIT_DEVICE float power_of_two(int exponent) {
   return __uint_as_float(static_cast<unsigned>(exponent) << 23);
 }
@@ -52,13 +52,13 @@ CUKIT_DEVICE unsigned multiply_pairs(unsigned a, unsigned b) {
 
 // The scales of a token and its unit.
 struct KeyScales {
-  static constexpr int kMinUnit = kExponentBias - 60;  // latents in smaller units are zero
+  static constexpr int kMinUnit = kExponentBias - 60;  // smaller scales lose bits, down to zero
   static constexpr int kMaxUnit = kExponentBias + 60;
 
   unsigned pairs[kScaleGroups / 2];  // float16, in the unit
   int exponent;                      // of the unit
 
-  // `token`: its first byte. The scales of a token that does not exist are 0.
+  // `token`: the token's first byte. The scales of a token that does not exist are 0.
   CUKIT_DEVICE void load(const unsigned char* token, bool exists) {
     uint4 scales = *reinterpret_cast<const uint4*>(token + kLatent);
     if (!exists) scales = make_uint4(0, 0, 0, 0);
@@ -86,13 +86,13 @@ struct KeyScales {
     return static_cast<unsigned>(2 * kExponentBias - exponent) * (1u << 23 | 1u << 7);
   }
 
-  // The scale of a group twice.
+  // The scale of a group of 128 columns, twice.
   CUKIT_DEVICE unsigned scale_pair(int group) const {
     const unsigned pair = pairs[group / 2];
     return permute_bytes(pair, pair, group % 2 == 0 ? 0x1010 : 0x3232);
   }
 
-  // The scale of a group that is known at run time only.
+  // The scale of a group of 128 columns; the index need not be a compile-time constant.
   CUKIT_DEVICE __half scale(int group) const {
     const unsigned pair = group < 2 ? pairs[0] : pairs[1];
     return __ushort_as_half(static_cast<unsigned short>(group % 2 == 0 ? pair : pair >> 16));
@@ -103,7 +103,7 @@ struct KeyScales {
 // all columns to the unit of the tile and to the order of a token's bytes.
 template <typename QueryTile>
 struct CodedQueries {
-  static constexpr int kMaxScale = 20;  // largest exponent of the queries' factor
+  static constexpr int kMaxScale = 20;  // queries are multiplied by at most 2^kMaxScale
   static constexpr int kTop = 14;       // exponent of the largest query, in units
   static constexpr int kLatentParts = kLatent / QueryTile::kPartColumns;
   static constexpr int kChunks = QueryTile::kRowBytes / 16;
@@ -123,7 +123,8 @@ struct CodedQueries {
     return max(top & 0xffff0000u, top << 16);
   }
 
-  // The unit for queries of magnitudes up to `top`; 1 if one is not finite.
+  // The exponent field of the unit for queries of magnitudes up to `top`; of 1 if a query is not
+  // finite.
   CUKIT_DEVICE static int unit(unsigned top) {
     const int exponent = static_cast<int>(top >> 23);
     if (top >= kInfinityBits) return kExponentBias;
@@ -137,7 +138,7 @@ struct CodedQueries {
   }
 
  private:
-  // Converts the latent or the rotated columns.
+  // Converts the latent or, with Rotated, the rotated columns.
   template <bool Rotated>
   CUKIT_DEVICE static void convert_parts(unsigned char* parts, int thread, int threads, float by) {
     constexpr int kParts = Rotated ? QueryTile::kParts - kLatentParts : kLatentParts;

@@ -1,14 +1,14 @@
 // Merges the pieces of requests that mla_attention_sm90.cu or mla_attention_float8_sm90.cu split.
 //
 // Mapping: a tile (mla_work.cuh) has units of 512 outputs, contiguous in a piece's slot; a block
-//   merges `units_per_block` of them, one after the other, four outputs per thread. Requests that
-//   were not split are skipped. Programmatic dependent launch: it starts while the attention kernel
-//   finishes.
-//   A unit is a row. With FRAGMENT_ROWS it is the accumulators of a warp for eight rows and 64
-//   columns: unit u of warp u / (FRAGMENT_ROWS / 8), in the order [four wgmma tiles][lanes][two
-//   columns][two rows]; a block transposes its result in shared memory.
-// Macros: DTYPE, TEAM, CAUSAL as in that kernel; FRAGMENT_ROWS 0, or the rows of its tiles;
-//   THREADS = 128.
+//   merges `units_per_block` of them, one after the other, four outputs per thread. Tiles of
+//   requests that were not split are skipped. Programmatic dependent launch: the kernel starts
+//   while the attention kernel finishes.
+//   A unit is a row or, with FRAGMENT_ROWS, the accumulators of a warp of the attention kernel for
+//   eight rows and 64 columns: unit u belongs to warp u / (FRAGMENT_ROWS / 8), in the order [four
+//   wgmma tiles][lanes][two columns][two rows]; a block transposes its result in shared memory.
+// Macros: DTYPE, TEAM, CAUSAL as in the attention kernel; FRAGMENT_ROWS 0, or HEADS of
+//   mla_attention_float8_sm90.cu; THREADS = 128.
 // Minimum architecture: sm_90. Deterministic: pieces are added in order.
 // Reference: cukit/reference/mla_attention.py.
 #include "attention/mla_work.cuh"
@@ -23,17 +23,18 @@ using namespace cukit::mla;
 constexpr int kOutputs = kLatent / THREADS;  // per thread
 constexpr int kOwnRows = FRAGMENT_ROWS ? 2 : 1;
 constexpr int kUnits = FRAGMENT_ROWS ? FRAGMENT_ROWS : kRows;
-constexpr int kFew = 4;                           // pieces whose loads are in flight together
+constexpr int kFew = 4;                           // AtOnce, for up to kFew pieces and for more
 constexpr int kMany = FRAGMENT_ROWS ? 8 : 16;
 
 static_assert(kOutputs == 4, "one load of 16 bytes");
 
 struct Merged {
   Statistics rows[kOwnRows];
-  float outputs[kOutputs];  // sums; output i is of row i % kOwnRows
+  float outputs[kOutputs];  // output i belongs to row i % kOwnRows
 };
 
-// This thread's outputs of a unit, which start at `offset` of a slot and are of rows `row` on.
+// Merges this thread's outputs of a unit, which start at `offset` in each slot and belong to the
+// kOwnRows rows from `row` on. AtOnce: pieces whose loads are in flight together.
 template <int AtOnce>
 CUKIT_DEVICE Merged merge(const Partial& partial, const cukit::PieceSlots& slots, int member,
                           int offset, int row) {
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FRAGMENT_ROWS ? 5 : 1) mla
     float* __restrict__ lse,         // [batch, heads_q, seq_q] or null
     const int* __restrict__ seq_lens,
     const __grid_constant__ cukit::LatentParameters params,
-    int grid,  // blocks of the attention
+    int grid,  // number of blocks of the attention kernel
     int units_per_block) {
   const int blocks = kUnits / units_per_block;  // per tile
   const int tile = static_cast<int>(blockIdx.x) / blocks % params.problems;
@@ -133,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FRAGMENT_ROWS ? 5 : 1) mla
     const int first_column = unit / (FRAGMENT_ROWS / 8) * kWarpColumns;
     if (first_row >= rows.count) continue;
     const Merged all = merge_unit(unit, first_row + own_row);
-    __syncthreads();  // the unit before has been stored
+    __syncthreads();  // the previous unit has been stored
 #pragma unroll
     for (int r = 0; r < kOwnRows; ++r) {
       cukit::Vec<T, 2> pair;

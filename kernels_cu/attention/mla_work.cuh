@@ -1,5 +1,5 @@
-// The schedule of mla_attention_sm90.cu, which assigns the pages of a batch to blocks, and the
-// partial sums of a request's pieces for mla_merge.cu.
+// The schedule of mla_attention_sm90.cu and mla_attention_float8_sm90.cu, which assigns the pages
+// of a batch to blocks, and the partial sums of a request's pieces for mla_merge.cu.
 //
 // Units are pages (paged_work.cuh). A problem is a request and a tile of 64 rows, row r being head
 // r % heads of query r / heads; the blocks of a team process neighbouring tiles of one request, so
@@ -28,13 +28,13 @@ using Place = cukit::Place<kPage, 0>;
 using Piece = cukit::Piece<kPage, 0>;
 using Share = cukit::Share<kPage, 0>;
 
-// Minimum pages per block: merging smaller pieces costs more than they save.
+// Minimum pages per block: smaller pieces save less time than merging them takes.
 constexpr int kMinShare = 2;
 
 // The division of a batch among teams, computed by every warp.
 struct Division {
-  int total;   // units of a team
-  int share;   // units per team
+  int total;   // units of the batch, counted once per team
+  int share;   // units that a team processes
   int before;  // units of requests before `b`
 
   CUKIT_DEVICE Division(const int* seq_lens, const LatentParameters& params, int teams, int b = 0) {
@@ -54,8 +54,9 @@ struct Division {
       before += __shfl_xor_sync(kFullMask, before, offset);
     }
     share = max(kMinShare, (total + teams - 1) / teams);
-    // Pieces must be stored and merged. So requests of equal length are not split, or split into
-    // equal parts, one per available team, if that takes at most a sixteenth longer.
+    // Storing and merging pieces takes time. Shares are therefore rounded up to whole requests or,
+    // if all requests have the same length and several teams each, to an equal part of a request,
+    // provided that this adds at most a sixteenth.
     const int requests = params.batch * problems;
     const int parts = teams / max(1, requests);
     const bool equal = total == requests * longest;
@@ -68,7 +69,7 @@ struct Division {
 // A warp's share, kept in shared memory while the warp processes a piece, to save registers.
 struct ParkedShare {
   alignas(Share) unsigned char bytes[sizeof(Share)];
-  unsigned parity;  // of the piece
+  unsigned parity;  // of the index of the piece
 
   // Called by all lanes, with the same share.
   CUKIT_DEVICE void park(const Share& share, unsigned number) {

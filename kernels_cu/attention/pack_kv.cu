@@ -1,17 +1,19 @@
 // Quantises full groups of 16-bit keys and values to int4 codes in the blocks of a cache (KIVI).
 //
 //   for each set: low = min x, high = max x
-//   scale = (high - low) / 15, at least |x| / 1024 and 2^-14;  zero = -8 - low / scale   (both float16)
+//   scale = (high - low) / 15, at least max |x| / 1024 and 2^-14, at most 65504   (float16)
+//   zero = -8 - low / scale   (float16)
 //   code = round(x / scale + zero), from -8 to 7;  x ~ (code - zero) * scale
 //
 // A set is one channel of keys over GROUP tokens, or one token of values over all columns of a
-// head. The quantisation is asymmetric, since the values of a key channel may all be far from zero.
+// head. The quantisation is asymmetric, since all elements of a key channel may be far from zero.
 // Every operation rounds as in the reference. A set with a non-finite element gets the scale NaN.
+// Groups with an index out of range are skipped.
 // Paper: Liu et al., KIVI, arXiv:2402.02750.
 // Mapping: one thread block per group and head. Keys are staged in shared memory, and each thread
-//   finds the extremes of a channel; a team of threads processes a token of values, eight columns
-//   each.
-// Shared memory, dynamic: GROUP * (HEAD_DIM + 8) elements of keys, 2 * HEAD_DIM floats of factors.
+//   finds the extremes of a channel; kTeam threads process a token of values, eight columns per
+//   thread.
+// Shared memory, dynamic: GROUP * (HEAD_DIM + 8) elements for keys, 2 * HEAD_DIM floats.
 // Macros: DTYPE float16|bfloat16; GROUP; HEAD_DIM, VALUE_DIM multiples of 8; INDEX int32|int64;
 //   THREADS.
 // Minimum architecture: sm_80. Deterministic.
@@ -32,7 +34,7 @@ constexpr int kPitch = HEAD_DIM + kChunk;
 constexpr float kMinScale = 6.103515625e-5f;  // the smallest normal float16
 constexpr float kMaxScale = 65504.0f;
 constexpr int kTeam = VALUE_DIM <= 8 ? 1 : VALUE_DIM <= 16 ? 2 : VALUE_DIM <= 32 ? 4 : VALUE_DIM <= 64 ? 8
-                    : VALUE_DIM <= 128 ? 16 : 32;  // threads of a token of values
+                    : VALUE_DIM <= 128 ? 16 : 32;  // threads per token of values
 
 struct Factors {
   __half scale, zero;
@@ -50,7 +52,7 @@ struct Factors {
 
 CUKIT_DEVICE unsigned encode(float x, float inverse, float zero) {
   const float code = rintf(__fadd_rn(__fmul_rn(x, inverse), zero));
-  // fmaxf replaces NaN by -8.
+  // fmaxf replaces a NaN code by -8.
   return static_cast<unsigned>(static_cast<int>(fminf(fmaxf(code, -8.0f), 7.0f))) & 15u;
 }
 
@@ -69,7 +71,7 @@ struct Extremes {
 struct Place {
   int block, row;
 
-  // Of group `index`, with `in_block` groups per block.
+  // The place of group `index`, with `in_block` groups per block.
   CUKIT_DEVICE Place(long long index, int in_block)
       : block(static_cast<int>(index / in_block)),
         row(static_cast<int>(index % in_block) * GROUP) {}

@@ -3,7 +3,7 @@
 // out = softmax(scale * Q K^T + mask) V as in flash_attention_sm80.cu, where key j of request b is
 // row j % block_size of block block_table[b][j / block_size]. The queries are the last tokens of
 // their request.
-// PACKED: the queries of request b are cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of all.
+// PACKED: the queries of request b are rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q.
 // RECENT: key j from packed_lens[b] on is row j % recent_rows of ring buffer rings[b], unquantised.
 //
 // Paper: Kwon et al., arXiv:2309.06180 (paged keys); Dao et al., Flash-Decoding (split keys); Liu
@@ -13,21 +13,21 @@
 //   has its own accumulators, softmax state and pipeline of STAGES stages: the loop over tiles has
 //   no block-wide barrier. paged_work.cuh schedules the tiles. A piece that does not cover its
 //   problem is stored to `partial`; the last block to finish a piece merges the problem's pieces.
-//   CLUSTER > 1: a cluster of blocks processes one problem, block r the r-th part of its tiles. The
-//   blocks send their sums to each other's shared memory, and each merges HEAD_DIM / CLUSTER columns.
-// Shared memory, dynamic: WARPS * STAGES * kStageBytes, each warp's keys and values (STEP * 4 *
-//   HEAD_DIM; for codes half of that plus 8 * STEP), reused to merge eight rows of every warp;
-//   QUERY_TILES * 16 * HEAD_DIM bytes of queries; RECENT: twice, in the column orders of both kinds
-//   of keys. CLUSTER > 1: ClusterSums.
-// Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8,
-//   3 int4; HEAD_DIM 64|96|128|192|256, without 96 for codes, 128 for int4; PADDED 0|1 head_dim is
-//   smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP 16|32|64; WARPS; STAGES;
-//   UNIT_TILES 0, or tiles per unit; TEAM a divisor of the key heads and of the grid;
-//   BLOCKS_PER_SM; RECENT 0|1, with CODE; PACKED 0|1, without UNIT_TILES; CLUSTER 1, or thread blocks
-//   of a cluster, with TEAM 1, without UNIT_TILES and PACKED; CAUSAL, WINDOW, SOFTCAP, SINKS of
-//   score_options.cuh.
-// Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order for given lengths
-//   and grid; with UNIT_TILES the order depends on the request's length alone.
+//   CLUSTER > 1: a cluster of blocks processes one problem, block r the r-th part of its tiles.
+//   Each block merges HEAD_DIM / CLUSTER columns of the output, whose sums the other blocks write
+//   to its shared memory.
+// Shared memory, dynamic: WARPS * STAGES * kStageBytes (paged_rows.cuh) of keys, values and scales,
+//   reused to merge eight rows of every warp; QUERY_TILES * 16 * HEAD_DIM bytes of queries, twice
+//   with RECENT, in the column orders of both kinds of keys. CLUSTER > 1: ClusterSums.
+// Macros: DTYPE float16|bfloat16; CODE of keys and values: 0 as DTYPE, 1 e4m3, 2 int8, 3 int4;
+//   HEAD_DIM 64|96|128|192|256 (8-bit codes: not 96; int4: 128 only); PADDED, VALUE_PADDED 0|1 the
+//   heads of Q and K, of V are smaller (the rest is zeros); QUERY_TILES 1|2|4, of 8 rows; STEP
+//   16|32|64; WARPS; STAGES; UNIT_TILES 0, or tiles per unit; TEAM a divisor of the key heads and
+//   of the grid; BLOCKS_PER_SM; RECENT 0|1, 1 only with CODE > 0; PACKED 0|1, without UNIT_TILES;
+//   CLUSTER thread blocks of a cluster, above 1 only with TEAM 1 and without UNIT_TILES and PACKED;
+//   CAUSAL, WINDOW, SOFTCAP, SINKS of score_options.cuh.
+// Minimum architecture: sm_80; e4m3: sm_89. Accumulates in float in a fixed order that depends on
+//   the lengths and the grid; with UNIT_TILES on the request's length alone.
 // Reference: cukit/reference/paged_attention.py.
 #include "attention/paged_loader.cuh"
 #include "attention/paged_operands.cuh"
@@ -46,7 +46,7 @@ using namespace cukit::paged;
 
 constexpr int kQueryBytes = 2 * kRows * HEAD_DIM;  // in one column order
 
-// Loads the rows of a problem into shared memory; zeros beyond the last row.
+// Loads the queries of a problem into shared memory; zeros beyond the last row.
 CUKIT_DEVICE void load_queries(unsigned char* tile, const Rows& rows, const Arrays& arrays,
                                const cukit::PagedParameters& params) {
   constexpr int kChunks = HEAD_DIM / 8;
@@ -86,7 +86,8 @@ CUKIT_DEVICE void load_scales(Scales<CacheForm>& scales, const unsigned char* fr
 }
 
 #if CODE == 3
-// int4: scales and zero points of values, as pairs of keys 16 m + 8 half + 2 (lane % 4) on.
+// int4: scales and zero points of values. Element [m][half] is the pair of keys k and k + 1, where
+// k = 16 m + 8 half + 2 (lane % 4).
 struct ValueFactors {
   unsigned scales[CacheForm::kKeyTiles][2];
   unsigned zeros[CacheForm::kKeyTiles][2];
@@ -100,7 +101,7 @@ struct ValueFactors {
     }
   }
 
-  // Zeroes the factors beyond the last key, since 0 times the memory there may be NaN.
+  // Zeroes the factors beyond the last key: their memory may hold NaN, and 0 * NaN is NaN.
   CUKIT_DEVICE void hide(int first_key, int end) {
 #pragma unroll
     for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
@@ -136,7 +137,7 @@ CUKIT_DEVICE float top_scale(const Scales<F>& scales) {
   return top;
 }
 
-// Applies the score options. Masked scores, and those from key `end` on, become -infinity.
+// Applies the score options. Scores of masked keys and of keys from `end` on become -infinity.
 template <typename F>
 CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& rows, int seq_kv,
                                 int end, const cukit::PagedParameters& params) {
@@ -163,7 +164,8 @@ CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& ro
     }
 }
 
-// The unit of scales up to `top`. int4: a power of two, and so is its inverse in float16.
+// The unit for value scales up to `top`. int4: a power of two, at least 2^-15, so that float16
+// represents its inverse exactly.
 CUKIT_DEVICE float unit_of(float top) {
   if constexpr (CODE == 3) {
     constexpr float kMinUnit = 1.0f / 32768;
@@ -172,8 +174,9 @@ CUKIT_DEVICE float unit_of(float top) {
   return top;
 }
 
-// Updates maxima that have grown and, with CODE, the unit of the values' scales: P times a scale in
-// this unit fits float16 for any scales. Most steps update nothing. `top`: the lane's largest scale.
+// Updates maxima that have grown and, with CODE, the unit of the values' scales, so that P times a
+// scale in this unit fits float16 for any scales. Most steps update nothing. `top`: the lane's
+// largest value scale.
 template <typename F>
 CUKIT_DEVICE void update_maxima(Sums& sums, const Scores<F>& scores, float top, float factor) {
   constexpr float kUnitGrowth = 16.0f;
@@ -223,8 +226,8 @@ CUKIT_DEVICE void update_maxima(Sums& sums, const Scores<F>& scores, float top, 
     }
 }
 
-// P of a step's scores, as operands: transposed, times `scale(m, half)` for keys 16 m + 8 half +
-// lane / 4. Adds the weights to the sums.
+// Computes P of a step's scores as operands: transposed, times scale(m, half) for key 16 m + 8 half
+// + lane / 4. Adds P, without this factor, to the row sums.
 template <typename F, typename Scale>
 CUKIT_DEVICE void exponentiate(Probabilities<F>& p, Sums& sums, const Scores<F>& scores,
                                float factor, Scale scale) {
@@ -252,7 +255,7 @@ CUKIT_DEVICE void exponentiate(Probabilities<F>& p, Sums& sums, const Scores<F>&
   }
 }
 
-// Adds a warp's keys of a step; 8-bit codes: with the scales of the values.
+// Adds a warp's keys of a step to the sums. `value_scales`: for 8-bit codes.
 template <typename F>
 CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned char* values,
                            const Scales<F>& value_scales, float factor) {
@@ -265,7 +268,8 @@ CUKIT_DEVICE void add_keys(Sums& sums, const Scores<F>& scores, const unsigned c
 }
 
 #if CODE == 3
-// The same for int4. Scales multiply the operands: P is at most 2^kLazyGrowth.
+// The same for int4. The scales multiply the operand P after its conversion to float16, which P
+// fits: it is at most 2^kLazyGrowth.
 CUKIT_DEVICE void add_group(Sums& sums, const Scores<CacheForm>& scores,
                             const unsigned char* values, const ValueFactors& factors,
                             float factor) {
@@ -288,7 +292,7 @@ CUKIT_DEVICE void add_group(Sums& sums, const Scores<CacheForm>& scores,
 }
 #endif
 
-// Adds a warp's keys of a tile of recent keys.
+// Adds a warp's keys of a tile of recent keys to the sums.
 CUKIT_DEVICE void add_recent_keys(Sums& sums, const unsigned char* queries,
                                   const unsigned char* keys, int first_key, bool all_visible,
                                   const Rows& rows, int seq_kv, float factor,
@@ -306,7 +310,7 @@ CUKIT_DEVICE void add_recent_keys(Sums& sums, const unsigned char* queries,
 #if CLUSTER > 1
 static_assert(TEAM == 1 && UNIT_TILES == 0 && !PACKED, "a cluster processes one problem");
 
-// The block's part of its cluster's problem; may be empty.
+// The block's part of its cluster's problem, possibly empty.
 CUKIT_DEVICE Share cluster_share(const Lengths& lengths, const cukit::PagedParameters& params) {
   const int problem = blockIdx.x / CLUSTER;
   const int b = problem / params.problems;
@@ -357,7 +361,7 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
 #if CLUSTER > 1
   cukit::cluster_arrive();
 #endif
-  // Prefetches the block table, which is needed next, to L2 while the lengths are read.
+  // Prefetches the block table, which is read next, to L2 while the lengths are read.
   const long long entry = 32LL * (blockIdx.x * kThreads + threadIdx.x);
   const long long entries = static_cast<long long>(params.batch - 1) * params.table_row +
                             (params.max_keys - params.recent_rows) / params.block_size;
@@ -381,7 +385,7 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
 #pragma unroll 1  // the body is long
   for (int i = 0; i < STAGES - 1; ++i) {
     loader.start(arrays, params);
-    __syncwarp();  // the next start overwrites the places of the keys
+    __syncwarp();  // the next start() overwrites the addresses of the keys
   }
 
   int stage = 0;
@@ -469,7 +473,7 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
   cukit::cluster_wait();
   cluster_sums.merge(own_rows, arrays, params);
 #else
-    const int problem_first = share.index - piece.place.unit;  // its first unit
+    const int problem_first = share.index - piece.place.unit;  // the problem's first unit
     // Slots: two per block or, with UNIT_TILES, one per unit. Counters: one per block or problem.
     const cukit::PieceSlots slots(problem_first, piece.place.request.units, share_units);
     const int pieces = UNIT_TILES ? piece.place.request.units : slots.count;

@@ -1,9 +1,9 @@
 // The cp.async loads of paged attention's keys and values.
 //
 // A warp copies its own keys of a tile, STAGES - 1 tiles ahead. Each lane looks up the block of one
-// key (with 16 keys, two lanes share each) a step before it is needed, and passes the addresses of
-// the rows through shared memory to the lanes that copy them. The int4 keys of a step are in one
-// block, which every lane looks up.
+// key a step before the block is needed (with STEP 16, two lanes look up the same key), and passes
+// the addresses of the rows through shared memory to the lanes that copy them. The int4 keys of a
+// step are in one block, which every lane looks up.
 //
 // Macros: those of paged_attention.cu.
 #pragma once
@@ -22,7 +22,7 @@ struct __align__(16) KeyPlace {
   const cache_t* v;
 };
 
-// offset_of for non-negative indices: half the instructions.
+// offset_of for non-negative indices, which needs half the instructions.
 CUKIT_DEVICE long long place_of(const HeadStrides& strides, unsigned block, unsigned row,
                                 unsigned head) {
   return strides.batch * block + strides.row * row + strides.head * head;
@@ -35,7 +35,7 @@ class Loader {
  public:
   static constexpr int kPlaces = kGrouped ? RecentForm::kStep : kStep;  // keys of a warp
 
-  // `places`: of the warp's keys, in shared memory.
+  // `places`: the addresses of the warp's keys, in shared memory.
   CUKIT_DEVICE Loader(const Share& share, unsigned stages, KeyPlace* places, const Arrays& arrays,
                       const PagedParameters& params)
       : share_(share), stages_(stages), places_(places), stage_(0), more_(!share.done()) {
@@ -65,10 +65,10 @@ class Loader {
  private:
   static_assert(kGrouped || kStep <= kWarpSize, "one lane per key");
 
-  // The key that the lane looks up; with 16 keys per step, two lanes share each. int4: the first.
+  // The key of a step that the lane looks up. int4: the first one, for the whole step.
   CUKIT_DEVICE static int own_key() { return kGrouped ? 0 : threadIdx.x % kWarpSize % kStep; }
 
-  // Whether this lane is the first of those that share a key.
+  // Whether this lane is the first that looks up its key.
   CUKIT_DEVICE static bool writes() {
     return kStep >= kWarpSize || threadIdx.x % kWarpSize < kStep;
   }
@@ -110,7 +110,8 @@ class Loader {
     }
   }
 
-  // Looks up the block of the lane's key, a step before it is needed.
+  // Looks up the block of the lane's key, a step before the copies need it; -1 if the key is
+  // masked.
   CUKIT_DEVICE void look_up(const Arrays& arrays, const PagedParameters& params) {
     if (recent()) return;
     const int* table =
@@ -150,7 +151,7 @@ class Loader {
     if constexpr (CODE != 0) copy_scales(keys + 2 * kPartBytes, arrays, params);
   }
 
-  // Recent keys: rows of the request's ring buffer.
+  // Copies recent keys: rows of the request's ring buffer.
   CUKIT_DEVICE void copy_recent(unsigned keys, const Arrays& arrays,
                                 const PagedParameters& params) {
     const auto& request = share_.place.request;
@@ -197,10 +198,10 @@ class Loader {
     }
   };
 
-  // int4: the rows of a step, which are contiguous in one block; zeros if all are masked. Rows
-  // beyond the last key are copied too: they are within the block. A row is half of a cache line
-  // and may be next to a row of another head, which another thread block reads a little later: L2
-  // fetches both at once.
+  // int4: copies the rows of a step, which are contiguous in one block; zeros if all are masked.
+  // Rows beyond the last key are copied too, since they are within the block. A row is half of a
+  // cache line and may be next to a row of another head, which another thread block reads soon
+  // after: the copy prefetches both to L2.
   CUKIT_DEVICE void copy_group(unsigned keys, const Arrays& arrays, const PagedParameters& params) {
     using Copy = Loader::Copy<CacheForm>;
     constexpr int kRowsAtOnce = kWarpSize / Copy::kChunks;
@@ -244,7 +245,7 @@ class Loader {
     }
   }
 
-  // Copies with zeros for keys and columns that do not exist or are masked.
+  // Copies keys and values; masked keys and columns that do not exist become zeros.
   template <typename F>
   CUKIT_DEVICE void copy_padded(unsigned keys, const Arrays& arrays,
                                const PagedParameters& params) {
@@ -275,7 +276,7 @@ class Loader {
     cp_async_cached<4>(to + (kStep + own_key()) * 4, v, known);
   }
 
-  // int4: the factors of the step's keys, which are one group of one block.
+  // int4: copies the scales and zero points of the step's keys, which are one group of one block.
   CUKIT_DEVICE void copy_group_factors(unsigned to, const Arrays& arrays,
                                        const PagedParameters& params) {
     const int lane = threadIdx.x % kWarpSize;
@@ -307,7 +308,7 @@ class Loader {
   bool more_;
   int tile_, piece_end_, head_kv_, first_key_, last_key_;
   int ring_;  // RECENT: the request's ring buffer
-  int entry_, row_, block_;  // of the lane's key: index in the table, row in its block, block
+  int entry_, row_, block_;  // of the lane's key: index in the block table, row in the block, block
 };
 
 }  // namespace cukit::paged

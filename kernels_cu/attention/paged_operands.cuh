@@ -1,25 +1,25 @@
 // Operands of paged attention's products, from 16-bit elements or from 8-bit or int4 codes.
 //
 // The products are transposed: keys are the rows of S^T = K Q^T, and columns of values the rows of
-// O^T = V^T P^T. mma.sync has sixteen rows and eight columns, so that a group of up to eight query
-// heads fills the columns. The queries stay in registers, and a transposition turns P from a result
-// into an operand.
+// O^T = V^T P^T. The result of mma.sync has sixteen rows and eight columns, so that a group of
+// eight query heads fills the columns. The queries stay in registers where they fit, and a
+// transposition turns P from a result into an operand.
 //
-// Codes are converted to float16 in registers: half the bytes are read from shared memory, and the
-// products are those of float16. A lane reads sixteen codes of a key at a time and uses four of
-// them per step: the columns of the queries are in the same order (query_place). ldmatrix reads two
-// codes of values as one 16-bit element; the lower codes of all pairs form one tile of output
-// columns, the upper ones the next, so that output columns interleave.
+// Codes are converted to float16 in registers, so that 8-bit codes need half the shared-memory
+// reads, and the products are those of float16. A lane reads sixteen 8-bit codes of a key at a time
+// and uses four of them per step; the columns of the queries are in the same order (query_place).
+// ldmatrix reads two 8-bit codes of values as one 16-bit element; the lower codes of all pairs form
+// one tile of output columns, the upper codes the next, so that output columns interleave.
 //
 // int8 codes are converted by their bits: 0x6400 | (code + 128) is 1152 + code in float16. For
-// values the 1152 is subtracted; for keys the accumulators start at the negative of its
-// contribution, 1152 times the sum of the query.
+// values the 1152 is subtracted; for keys the accumulators start at -1152 times the sum of the
+// query's elements.
 //
 // int4: eight codes per word. With u = code + 8, 0x6400 | u is 1024 + u for codes 0, 2, 4 and 6,
-// and 0x6400 | 16 u is 1024 + 16 u for the others: the queries of those columns are divided by 16,
-// and so are their outputs when they are stored. Keys have a scale and a zero point for each column
-// of STEP keys: the scales multiply the queries, and the zero points and the 1024 go into the
-// initial accumulators of the scores.
+// and 0x6400 | 16 u is 1024 + 16 u for the others: the queries of these columns are divided by 16,
+// and the outputs of these columns are divided by 16 when they are stored. Keys have a scale and a
+// zero point for each column of STEP keys: the scales multiply the queries, and the contributions
+// of the zero points and of the 1024 are added to the scores.
 //
 // Macros: those of paged_attention.cu.
 #pragma once
@@ -42,7 +42,7 @@ template <typename F>
 using Probabilities = unsigned[F::kKeyTiles][QUERY_TILES][2];
 using Outputs = float[kDimSteps][QUERY_TILES][4];
 
-// The bias of converted codes, as a pair of float16, and its negative.
+// The bias of converted int8 and int4 codes, as a pair of float16, and its negative.
 constexpr unsigned kBias = CODE == 3 ? 0x64006400u : 0x64806480u;
 constexpr unsigned kMinusBias = kBias | 0x80008000u;
 constexpr bool kBiased = CODE >= 2;
@@ -75,14 +75,14 @@ CUKIT_DEVICE unsigned without_bias(unsigned pair) {
   return kBiased ? as_word(__hsub2(as_half2(pair), as_half2(kBias))) : pair;
 }
 
-// The chunk of a key's codes that lanes with lane % 4 == t read in load number `load`: two
-// neighbouring rows then use all banks.
+// The chunk of a key's codes that lanes with lane % 4 == t read in load number `load`, chosen so
+// that two neighbouring rows use all shared-memory banks.
 constexpr bool kPairedChunks = CacheForm::kTileColumns % 64 == 0;
 CUKIT_DEVICE int chunk_of_lane(int t, int load) {
   return kPairedChunks ? load / 2 * 8 + 2 * t + load % 2 : 4 * load + t;
 }
 
-// Index of column `column` of a query in the tile, in elements.
+// Index, in elements, of column `column` of query row `row` in the tile.
 template <typename F>
 CUKIT_DEVICE int query_place(int row, int column) {
   int step, t, part, half;
@@ -123,8 +123,8 @@ CUKIT_DEVICE void subtract_bias(float (&sums)[4], const uint2& q) {
   mma_16x8x16<__half>(sums, bias, q.x, q.y);
 }
 
-// Initialises the accumulators of the scores: `start` of each tile of rows, for the lane's two
-// rows.
+// Initialises the accumulators of the scores. `start`: for each tile of query rows, the values of
+// the lane's two rows.
 template <typename F>
 CUKIT_DEVICE void begin_scores(Scores<F>& scores, const float (&start)[QUERY_TILES][2]) {
 #pragma unroll
@@ -135,7 +135,7 @@ CUKIT_DEVICE void begin_scores(Scores<F>& scores, const float (&start)[QUERY_TIL
       for (int i = 0; i < 4; ++i) scores[m][n][i] = start[n][i % 2];
 }
 
-// A lane's part of the queries, operand b: in registers where they fit.
+// A lane's part of the queries as operand B, held in registers where they fit.
 template <typename F>
 class Queries {
  public:
@@ -188,7 +188,7 @@ CUKIT_DEVICE void by_pair(unsigned (&pairs)[4], const uint4& from) {
   pairs[3] = permute_bytes(from.y, from.w, 0x7632);
 }
 
-// Pairs of -8 minus zero points.
+// -8 minus the zero point, for a pair of zero points.
 CUKIT_DEVICE unsigned offset_of_zeros(unsigned zeros) {
   return as_word(__hsub2(__float2half2_rn(-8.0f), as_half2(zeros)));
 }
@@ -196,8 +196,9 @@ CUKIT_DEVICE unsigned offset_of_zeros(unsigned zeros) {
 // int4: the queries for one group of keys, multiplied by the scales of its columns.
 class GroupQueries {
  public:
-  // `factors`: HEAD_DIM scales, then as many zero points. The bias of the codes (rows 0 to 7 of an
-  // operand) and the zero points (rows 8 to 15) have products of their own.
+  // `factors`: HEAD_DIM scales, then HEAD_DIM zero points. The contributions of the codes' bias
+  // (rows 0 to 7 of operand A) and of the zero points (rows 8 to 15) are computed by products of
+  // their own.
   CUKIT_DEVICE GroupQueries(const Queries<CacheForm>& queries, const unsigned char* factors) {
     const int t = threadIdx.x % kWarpSize % 4;
     const uint4* chunks = reinterpret_cast<const uint4*>(factors);
@@ -284,7 +285,7 @@ class GroupQueries {
 
 #endif  // CODE == 3
 
-// scores = K Q^T of a warp's keys; int4: GroupQueries.
+// scores = K Q^T of a warp's keys; int4 uses GroupQueries::multiply instead.
 template <typename F>
 CUKIT_DEVICE void multiply_keys(Scores<F>& scores, const Queries<F>& queries,
                                 const unsigned char* keys) {
@@ -368,9 +369,9 @@ CUKIT_DEVICE void multiply_values(Outputs& out, const Probabilities<F>& p,
 }
 
 #if CODE == 3
-// int4: out += V^T P^T of STEP keys; `zeros`: pairs of their zero points, of keys 16 m + 8 half
-// + 2 (lane % 4) on. The bias of the codes and the zero points, which add the same to all columns,
-// are the initial accumulators of each step: `out` then holds no large sums that cancel.
+// int4: out += V^T P^T of STEP keys. `zeros`: zero points, as in ValueFactors. The contributions of
+// the codes' bias and of the zero points, which are the same for all columns, are the initial
+// accumulators of each step, so that `out` holds no large sums that cancel.
 CUKIT_DEVICE void multiply_group_values(Outputs& out, const Probabilities<CacheForm>& p,
                                         const unsigned (&zeros)[CacheForm::kKeyTiles][2],
                                         const unsigned char* values) {
@@ -426,8 +427,9 @@ CUKIT_DEVICE void multiply_group_values(Outputs& out, const Probabilities<CacheF
 }
 #endif
 
-// Stores a lane's outputs of eight rows to their columns of HEAD_DIM. `pitch`: floats between rows;
-// `factors`: of the lane's two rows. Adds: accumulates to `to`; 16-bit forms only.
+// Stores a lane's outputs of query tile `n` (eight rows) to `rows`, in column order. `pitch`:
+// floats between rows; `factors`: of the lane's two rows. Adds: adds to the contents of `rows`;
+// 16-bit forms only.
 template <typename F, bool Adds = false>
 CUKIT_DEVICE void store_columns(float* rows, int pitch, const Outputs& out, int n,
                                 const float (&factors)[2]) {

@@ -50,7 +50,7 @@ struct Form {
   static constexpr int kStep = Step;            // keys
   static constexpr int kKeyTiles = Step / 16;   // operand tiles
   static constexpr int kBits = Code == 0 ? 16 : Code == 3 ? 4 : 8;
-  static constexpr int kTileColumns = HEAD_DIM * kBits / 16;   // in units of 16 bits
+  static constexpr int kTileColumns = HEAD_DIM * kBits / 16;   // 16-bit elements per key
   static constexpr int kPartBytes = Step * kTileColumns * 2;   // of keys, or of values
 };
 using CacheForm = Form<CODE, STEP>;
@@ -66,12 +66,12 @@ constexpr int kDimSteps = HEAD_DIM / 16;
 constexpr int kPartBytes = RECENT && RecentForm::kPartBytes > CacheForm::kPartBytes
                                ? RecentForm::kPartBytes
                                : CacheForm::kPartBytes;
-// Scales of the keys, then of the values: a float each. int4: float16, a scale and a zero point for
-// each column of keys and each row of values.
+// Scales of the keys, then of the values: a float per key. int4: float16, a scale and a zero point
+// for each column of the keys and for each row of the values.
 constexpr int kKeyScaleBytes = CODE == 0 ? 0 : CODE == 3 ? 2 * 2 * HEAD_DIM : 4 * kStep;
 constexpr int kScaleBytes = kKeyScaleBytes + (CODE == 0 ? 0 : 4 * kStep);
 constexpr int kStageBytes = 2 * kPartBytes + kScaleBytes;
-constexpr int kMinKeys = 256;  // minimum of a share: smaller pieces cost more than they save
+constexpr int kMinKeys = 256;  // per share: smaller pieces save less time than merging them takes
 constexpr int kMinShare = UNIT_TILES || kTile >= kMinKeys ? 1 : kMinKeys / kTile;
 constexpr int kMergePitch = HEAD_DIM + 4;  // floats: a warp's stores use different banks
 
@@ -93,10 +93,10 @@ using Lengths = const int*;
 #endif
 
 struct Arrays {
-  const T* q;              // [batch, seq_q, heads_q, head_dim]; PACKED: [seq_q, ...] of all requests
+  const T* q;              // [batch, seq_q, heads_q, head_dim]; PACKED: [total_q, ...]
   const cache_t* k;        // [blocks, block_size, heads_kv, head_dim]
   const cache_t* v;        // the same, [..., value_dim]
-  const scale_t* k_scales;  // with CODE: [blocks, block_size, heads_kv], or 1 instead of an axis;
+  const scale_t* k_scales;  // CODE: [blocks, block_size, heads_kv], axes may be broadcast;
                             // int4: [blocks, block_size / STEP, heads_kv, head_dim]
   const scale_t* v_scales;  // the same; int4: [blocks, block_size, heads_kv], rows contiguous
   const scale_t* k_zeros;   // int4: as k_scales
@@ -115,8 +115,8 @@ struct Arrays {
 struct Rows {
   int b, first, count, head_kv;
 #if PACKED
-  int queries;      // of the request
-  int first_query;  // of the request, among all
+  int queries;      // number of queries of the request
+  int first_query;  // row of the request's first query in q
 #endif
 
   CUKIT_DEVICE Rows(const Place& place, const PagedParameters& params) {
@@ -139,7 +139,7 @@ struct Rows {
   }
 #if PACKED
   CUKIT_DEVICE int seq_q(const PagedParameters&) const { return queries; }
-  // Indices of q, out and lse: all requests are one.
+  // Indices into q, out and lse: packed requests form a single batch entry.
   CUKIT_DEVICE int batch() const { return 0; }
   CUKIT_DEVICE int token(int row, const PagedParameters& params) const {
     return first_query + query(row, params);

@@ -1,5 +1,5 @@
-// Merging the partial results of paged attention: those of the warps of a thread block, and those
-// of the pieces of a problem.
+// Merging the partial results of paged attention: of the warps of a thread block, and of the pieces
+// of a problem.
 //
 // A piece that does not cover its problem stores its partial result to global memory, and the last
 // thread block to finish a piece of the problem merges all pieces in order.
@@ -19,8 +19,8 @@ namespace cukit::paged {
 struct Sums {
   Outputs out;
   float max[QUERY_TILES][2];
-  float sum[QUERY_TILES][2];  // over this lane's keys; lanes of equal lane % 4 are summed at the end
-  float unit;     // CODE: factor of `out`, the largest value scale so far; int4: a power of two
+  float sum[QUERY_TILES][2];  // over this lane's keys; sum_over_keys() adds the lanes' sums
+  float unit;     // CODE: factor of `out`, at least 1/16 of the largest value scale so far
   float inverse;  // of unit, or 0
   Outputs recent;  // RECENT: outputs of recent keys, in another column order; unit 1
 
@@ -38,7 +38,7 @@ struct Sums {
   }
 };
 
-// Reductions over the lanes that hold the same rows, or over neighbouring four.
+// Reductions over the lanes that hold the same rows, or over four neighbouring lanes.
 CUKIT_DEVICE float max_over_keys(float value) {
 #pragma unroll
   for (int offset = 4; offset < kWarpSize; offset *= 2) {
@@ -66,7 +66,8 @@ struct Statistics {
   float max, sum;
 };
 
-// Returns the factor that turns a row's accumulators into its output, and stores the log-sum-exp.
+// Returns the factor that turns a row's accumulators into its output and, if `stores`, stores the
+// row's log-sum-exp. `number`: index of the row in the problem.
 CUKIT_DEVICE float finish_row(const Statistics& row, const Rows& rows, int number,
                               const Arrays& arrays, const PagedParameters& params,
                               bool stores) {
@@ -116,9 +117,9 @@ CUKIT_DEVICE void store_pair(float low, float high, const Rows& rows, int row, i
   *reinterpret_cast<unsigned*>(to) = pack<T>(low, high);
 }
 
-// Merges the warps' results and passes them to `store`: a row, a column, the sums of this column and
-// the next, and the row's statistics. `merge`: the stage that each warp read last, into which
-// nothing is copied before the next tile.
+// Merges the warps' results and passes them to store(row, column, sums of this column and the next,
+// statistics of the row). `merge`: the stage that each warp read last, into which nothing is copied
+// before the next tile.
 template <typename Store>
 CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, float factor, unsigned char* merge,
                               Statistics (*statistics)[kRows], Store store) {
@@ -179,10 +180,10 @@ CUKIT_DEVICE void merge_warps(Sums& sums, const Rows& rows, float factor, unsign
   }
 }
 
-constexpr int kLoadsInFlight = 16;  // of a thread, when pieces are merged
+constexpr int kLoadsInFlight = 16;  // per thread, when pieces are merged
 
-// Merges pieces 0 .. count - 1, in slots slot_of(0) on: `Items` times four columns of a row of the
-// output, kThreads times four columns apart, from number `index` on.
+// Merges pieces 0 .. count - 1, piece i in slot slot_of(i), for `Items` groups of four columns of
+// the output [rows, HEAD_DIM]: groups index, index + kThreads, ...
 template <int Items, typename Slot>
 CUKIT_DEVICE void merge_columns(int index, const Rows& rows, int count, Slot slot_of,
                                 const Partial& partial, const Arrays& arrays,
@@ -253,7 +254,7 @@ CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const 
                                const Arrays& arrays, const PagedParameters& params) {
   const int items = rows.count * HEAD_DIM / 4;
   int index = threadIdx.x;
-  if (count <= kLoadsInFlight / 2) {  // else two at once would take as many rounds of loads
+  if (count <= kLoadsInFlight / 2) {  // two items at once then take a single round of loads
     for (; index + kThreads < items; index += 2 * kThreads) {
       merge_columns<2>(index, rows, count, slot_of, partial, arrays, params);
     }
@@ -263,7 +264,7 @@ CUKIT_DEVICE void merge_pieces(const Rows& rows, int count, Slot slot_of, const 
   }
 }
 
-// Counts a finished piece. Returns true in the block that finishes the problem, and there resets
+// Counts a finished piece. Returns true in the block that finishes the problem, which also resets
 // the counter to 0.
 CUKIT_DEVICE bool finishes(int* counter, int pieces) {
   __shared__ bool last;
@@ -279,8 +280,9 @@ CUKIT_DEVICE bool finishes(int* counter, int pieces) {
 }
 
 #if CLUSTER > 1
-// The pieces of a problem that a cluster of blocks merges, in shared memory. Block r merges columns
-// r * kOwnColumns on; the others write their sums of these columns to its memory.
+// The pieces of a problem that a cluster of blocks merges, in shared memory. Block r merges the
+// kOwnColumns columns from r * kOwnColumns on; the other blocks write their sums of these columns
+// to the shared memory of block r.
 struct ClusterSums {
   static constexpr int kOwnColumns = HEAD_DIM / CLUSTER;
   static_assert(kOwnColumns % 2 == 0, "pairs of columns");
@@ -288,7 +290,7 @@ struct ClusterSums {
   float out[CLUSTER][kRows][kOwnColumns];
   Statistics statistics[CLUSTER][kRows];
 
-  // Every block of the cluster must have started.
+  // Sends the sums of two columns. Every block of the cluster must have started.
   CUKIT_DEVICE void send(int row, int column, float2 sums, const Statistics& own) {
     const int rank = cluster_rank();
     float* to = &out[rank][row][column % kOwnColumns];
@@ -296,14 +298,14 @@ struct ClusterSums {
     store_remote(to + 1, column / kOwnColumns, sums.y);
     if (column < 2 * CLUSTER) send(row, column / 2, own);
   }
-  // Sends the sums of a block without keys.
+  // Sends the statistics of a block without keys.
   CUKIT_DEVICE void send_nothing() {
     for (int i = threadIdx.x; i < kRows * CLUSTER; i += kThreads) {
       send(i % kRows, i / kRows, {-infinity(), 0.0f});
     }
   }
 
-  // After a barrier of the cluster.
+  // Merges this block's columns. Called after a barrier of the cluster.
   CUKIT_DEVICE void merge(const Rows& rows, const Arrays& arrays, const PagedParameters& params) {
     for (int i = threadIdx.x; i < rows.count * kOwnColumns / 2; i += kThreads) {
       const int row = i / (kOwnColumns / 2);

@@ -1,25 +1,25 @@
 // The tile scheduler of paged attention: every thread block gets an equal share of all tiles of
 // keys.
 //
-// A problem is one request, one tile of its query rows and one key head. Blocks form teams of TEAM:
-// block r of a team processes heads r, r + TEAM, ..., so that a team reads neighbouring heads of
-// the same keys, which are contiguous in memory, at about the same time.
+// A problem is one request, one tile of the request's query rows and one key head. Blocks form
+// teams of TEAM: block r of a team processes heads r, r + TEAM, ..., so that a team reads
+// neighbouring heads of the same keys, which are contiguous in memory, at about the same time.
 //
-// A team's problems are ordered request by request, TEAM heads at once; each has at least one tile,
-// so that its output is written. Team i takes tiles i * share .. (i + 1) * share - 1 of their
-// concatenation, in pieces that end at problem boundaries. The load is balanced for any lengths,
-// and nothing is planned on the host: a captured graph replays with other lengths. For requests of
-// equal length shares may be rounded so that fewer problems are split.
+// A team's problems are ordered request by request, TEAM heads at once; each problem has at least
+// one tile, so that its output is written. Team i takes tiles i * share .. (i + 1) * share - 1 of
+// the concatenated problems, in pieces that end at problem boundaries. The load is balanced for any
+// lengths, and nothing is planned on the host, so that a captured graph can be replayed with other
+// lengths. For requests of equal length shares may be rounded so that fewer problems are split.
 //
 // With UNIT_TILES > 0 (batch-invariant) a problem is split after every UNIT_TILES of its own tiles
-// instead, and teams share units: the result of a request does not depend on the rest of the batch.
+// instead, and these units are divided among the teams: the result of a request does not depend on
+// the rest of the batch.
 //
-// With RecentTile > 0 the last keys of a request are in its own ring buffer, unquantised, and
-// those before them in the cache. Tiles of cached keys come first, then tiles of RecentTile recent
-// ones.
+// With RecentTile > 0 the last keys of a request are in its own ring buffer, unquantised, and the
+// earlier keys in the cache. Tiles of cached keys come first, then tiles of RecentTile recent keys.
 //
-// With PackedRows > 0 each request has its own number of queries, in tiles of PackedRows rows:
-// its problems are the key heads of all its tiles. Requests without queries have none.
+// With PackedRows > 0 each request has its own number of queries, in tiles of PackedRows rows; a
+// request without queries has no problems.
 //
 // Parameters: a kernel's struct with batch, seq_q, max_keys, problems (of a request; of a tile of
 // rows with PackedRows) and settings; with RecentTile recent_rows, with PackedRows group too.
@@ -31,7 +31,7 @@
 
 namespace cukit {
 
-// Keys of each request, and how many of them are in the cache.
+// The number of keys of each request, and the number of these that are in the cache.
 struct SplitLengths {
   const int* seq_lens;
   const int* packed_lens;
@@ -39,7 +39,7 @@ struct SplitLengths {
   CUKIT_DEVICE int operator[](int b) const { return seq_lens[b]; }
 };
 
-// The same with packed queries: those of request b are cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1.
+// The same with packed queries: request b has rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q.
 // Requests with more than max_queries queries are skipped.
 struct PackedLengths : SplitLengths {
   const int* cu_seqlens_q;
@@ -119,7 +119,7 @@ struct Request : RequestQueries<PackedRows> {
     if (PackedRows && seq_q == 0) units = 0;
   }
 
-  // Tiles of cached keys: those of recent keys follow.
+  // The number of tiles of cached keys, which precede the tiles of recent keys.
   CUKIT_DEVICE int cached_tiles() const { return (cached + Tile - 1) / Tile; }
 
  private:
@@ -140,11 +140,11 @@ CUKIT_DEVICE int inclusive_scan(int value) {
 
 // The units of a batch.
 struct Total {
-  int units;  // of all problems of a team's block
-  int each;   // of every problem if they are equal; else 0
+  int units;  // of all problems, counted once per team
+  int each;   // units of each problem if all have the same number; else 0
 
   // The units of a team's share. With equal problems it is rounded up to whole problems, or so that
-  // whole shares make a problem, if that adds at most one tile, which costs about as much as
+  // whole shares make a problem, if that adds at most one tile, which takes about as long as
   // merging pieces.
   CUKIT_DEVICE int share(int teams) const {
     const int fair = (units + teams - 1) / teams;
@@ -161,10 +161,10 @@ struct Place {
   using Request_ = Request<Tile, UnitTiles, RecentTile, PackedRows>;
 
   int b, problem;  // problem: index among the block's problems of the request
-  int unit;        // of the problem
+  int unit;        // index in the problem
   Request_ request;
 
-  // The units of the batch, in every lane.
+  // The units of the batch. Every lane gets the result.
   template <typename Lengths, typename Parameters>
   CUKIT_DEVICE static Total count(const Lengths& lengths, const Parameters& params) {
     int total = 0;
@@ -208,7 +208,7 @@ struct Place {
     }
   }
 
-  // The first unit of the next problem.
+  // Moves to the first unit of the next problem.
   template <typename Lengths, typename Parameters>
   CUKIT_DEVICE void next_problem(const Lengths& lengths, const Parameters& params) {
     unit = 0;
@@ -225,16 +225,16 @@ struct Place {
 // Consecutive tiles of one problem that a block processes.
 template <int Tile, int UnitTiles, int RecentTile = 0, int PackedRows = 0>
 struct Piece {
-  Place<Tile, UnitTiles, RecentTile, PackedRows> place;  // its first unit
+  Place<Tile, UnitTiles, RecentTile, PackedRows> place;  // the piece's first unit
   int begin, end;                            // tiles of the request
-  bool complete;                             // all tiles of the problem
+  bool complete;                             // the piece has all tiles of the problem
 };
 
 // A block's units of the batch, iterated over piece by piece.
 template <int Tile, int UnitTiles, int RecentTile = 0, int PackedRows = 0>
 struct Share {
   Place<Tile, UnitTiles, RecentTile, PackedRows> place;
-  int index, end;  // units of the batch
+  int index, end;  // the units index .. end - 1 of the batch remain
 
   CUKIT_DEVICE bool done() const { return index >= end; }
 

@@ -34,7 +34,7 @@ struct MappedForwardParameters {
   int group;  // query heads that share a key head
   int seq_q, seq_kv;
   int value_dim;
-  int mask_heads;    // BLOCK_SPARSE: of block_mask, 1 or heads_q
+  int mask_heads;    // BLOCK_SPARSE: heads of block_mask, 1 or heads_q
   float scale_log2;  // scale * log2(e)
   ScoreSettings settings;
   Float8Settings float8;
@@ -46,25 +46,25 @@ struct TeacherParameters {
   float teacher_scale_log2;  // of the teacher's scores
 };
 
-// flash_attention_sm90 with PAGED: layout of the cache. Strides over blocks of the cache,
-// their rows and heads.
+// flash_attention_sm90 with PAGED: layout of the cache. Strides over blocks of the cache, rows of a
+// block and heads.
 struct PagedKeys {
   HeadStrides k, v;
   int block_size, table_row;
   int head_dim;
 };
 
-// paged_attention. Strides of k, v and their scales: over blocks of the cache, their rows and
+// paged_attention. Strides of k, v and their scales: over blocks of the cache, rows of a block and
 // heads.
 struct PagedParameters {
   HeadStrides q, k, v, out;
   HeadStrides k_scales, v_scales;  // 0 along axes that share a scale
-  HeadStrides recent_k, recent_v;  // RECENT: over ring buffers, their rows and heads
+  HeadStrides recent_k, recent_v;  // RECENT: over ring buffers, rows of a ring buffer and heads
   int batch, heads_q, heads_kv;
   int group;      // query heads that share a key head
   int seq_q;      // of every request
-  int problems;   // per request: key heads times tiles of query rows
-  int max_keys;   // capacity of the block table and, with RECENT, of a ring buffer
+  int problems;   // per request: key heads times tiles of query rows; PACKED: key heads
+  int max_keys;   // capacity of a row of the block table plus, with RECENT, recent_rows
   int recent_rows;  // RECENT: rows of a ring buffer
   int block_size, table_row;
   int tile_blocks, tile_rows;  // keys of a tile: tile_blocks full blocks plus tile_rows
@@ -73,17 +73,17 @@ struct PagedParameters {
   ScoreSettings settings;
 };
 
-// gather_kv. Strides of caches, their factors and ring buffers as in PagedParameters; of factors of
-// int4 keys over blocks, groups and heads.
+// gather_kv. Strides of caches, scales and ring buffers as in PagedParameters; of the scales and
+// zero points of int4 keys over blocks, groups and heads.
 struct GatherParameters {
   HeadStrides k, v, k_factors, v_factors, recent_k, recent_v;
   int heads;
   int seq_q;      // of every request, without cu_seqlens_q
-  int max_keys;   // capacity of the block table and, with RECENT, of a ring buffer
+  int max_keys;   // capacity of a row of the block table plus, with RECENT, recent_rows
   int recent_rows;
   int block_size, table_row;
   int tiles;        // blocks of a request's outputs
-  int window_left;  // visible keys before the first query's own
+  int window_left;  // visible keys before the key at the first query's position
   int min_queries;  // requests with fewer queries are skipped
 };
 
@@ -94,11 +94,11 @@ struct AppendParameters {
   HeadStrides k_cache, v_cache, k_scales, v_scales;
   int num_tokens;
   int num_blocks, block_size;
-  int max_positions;  // rows of the tables
+  int max_positions;  // rows of the cosine and sine tables
 };
 
-// pack_kv. Strides as in AppendParameters; of factors of keys over blocks, groups and heads. Groups
-// are numbered over all blocks.
+// pack_kv. Strides as in PagedParameters; of the factors of keys over blocks, groups and heads.
+// Groups are numbered over all blocks.
 struct PackParameters {
   HeadStrides k, v, k_cache, v_cache, k_factors, v_factors;
   int heads;
@@ -106,8 +106,7 @@ struct PackParameters {
   int target_groups, target_block_groups;
 };
 
-// mla_attention_sm90, whose q and cache are tensor maps, and mla_merge. A row is a head of
-// a query.
+// mla_attention_sm90, mla_attention_float8_sm90 and mla_merge. A row is a head of a query.
 struct LatentParameters {
   int batch, heads_q, seq_q;
   int problems;   // per request: tiles of rows
@@ -122,14 +121,14 @@ struct LatentParameters {
 struct MappedKeyParameters {
   int batch;
   int heads;   // key heads times splits
-  int group;   // query heads of each
-  int splits;  // blocks that share the keys of a head
+  int group;   // query heads of each of `heads`
+  int splits;  // work items that share the keys of a tile, each with part of the query heads
   int seq_q, seq_kv;
   int rows_per_head;  // of the scratch arrays (scratch_rows.cuh)
   int head_dim, value_dim;
   int grad_k_row, grad_v_row;  // elements from one row of dK and dV to the next
   int table_rows;              // ROPE: rows of the tables per sequence, 0 if all share them
-  int section;
+  int section;                 // as in ForwardParameters
   float scale, scale_log2;
   int teacher_group;         // DISTILL: query heads that share a teacher's key head
   float teacher_scale_log2;  // DISTILL: of the teacher's scores
@@ -159,7 +158,7 @@ struct QuerySumParameters {
   int rows_per_head;
   int head_dim;
   int grad_q_row;  // elements from one row of dQ to the next
-  int table_rows;  // ROPE: as MappedKeyParameters
+  int table_rows;  // ROPE: as in MappedKeyParameters
   float scale;
 };
 
@@ -170,8 +169,8 @@ struct QueryGradientParameters {
   int seq_q, seq_kv;
   int rows_per_head;
   int head_dim, value_dim;
-  int grad_q_row;  // as QuerySumParameters
-  int section;
+  int grad_q_row;  // as in QuerySumParameters
+  int section;     // as in ForwardParameters
   float scale, scale_log2;
   int teacher_group;         // DISTILL: query heads that share a teacher's key head
   float teacher_scale_log2;  // DISTILL: of the teacher's scores
@@ -189,7 +188,7 @@ struct KlRowParameters {
 // attention_kl_sm90, whose inputs are tensor maps
 struct MappedKlParameters {
   int batch, heads_q;
-  int group, teacher_group;  // query heads that share a key head, and a teacher's key head
+  int group, teacher_group;  // query heads that share a key head, or a teacher's key head
   int seq_q, seq_kv;
   float scale_log2, teacher_scale_log2;
   ScoreSettings settings;
@@ -205,10 +204,10 @@ struct IndexerParameters {
   int chunk_tiles;         // tiles of queries of a launch
   int spans, span_tiles;   // spans of keys, and tiles of keys in each (indexer_kl_sweep)
   int scratch_row;         // keys per row of the scratch arrays
-  int top_k;               // SELECTED: indices of a query
-  int splits;              // blocks that share the keys of a tile (indexer_kl_key_sm80)
+  int top_k;               // SELECTED: indices per query
+  int splits;              // indexer_kl_key_sm80: blocks per tile of keys; each has some heads
   float teacher_scale_log2, scale_log2;  // of teacher's and student's scores
-  float grad_scale;        // of the gradients
+  float grad_scale;        // factor of the gradients
   ScoreSettings settings;
 };
 
@@ -218,7 +217,7 @@ struct MappedQueryParameters {
   int seq_q, seq_kv;
   int rows_per_head;
   int head_dim;
-  int grad_q_row;  // as QuerySumParameters
+  int grad_q_row;  // as in QuerySumParameters
   float scale, scale_log2;
   ScoreSettings settings;
 };

@@ -1,9 +1,9 @@
 // Partial outputs of FP8 attention in shared memory, outside the tensor-core accumulators.
 //
-// Hopper accumulates FP8 products with about 14 bits: terms are truncated below the largest number
-// of the sum, and with values of one sign the loss of many small terms beside a large sum adds up.
-// Every `Period` tiles of keys the accumulators are therefore added to partial outputs in shared
-// memory and start again from zero.
+// Hopper accumulates FP8 products with about 14 bits: terms are truncated relative to the largest
+// number of the sum. If values have one sign, the truncation errors of many small terms beside a
+// large sum add up. Every `Period` tiles of keys the accumulators are therefore added to partial
+// outputs in shared memory and reset to zero.
 //
 // Paper: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437.
 #pragma once
@@ -16,29 +16,29 @@
 namespace cukit {
 
 // N outputs of each of `Threads` consumer threads, in the layout of wgmma accumulators. A thread
-// reads only what it wrote itself: no barrier is needed.
+// reads only the outputs that it wrote itself, so no barrier is needed.
 template <int N, int Threads, int Period>
 struct PartialOutputs {
   unsigned char* shared;  // [N / 8][Threads] of eight bfloat16, [Threads] of two maxima
   int left;               // tiles until the next take()
-  bool any;
+  bool any;               // take() has been called
 
   CUKIT_DEVICE explicit PartialOutputs(unsigned char* first) : shared(first) {}
 
-  // Before the next tile of queries.
+  // Call before each tile of queries.
   CUKIT_DEVICE void clear() {
     left = Period;
     any = false;
   }
 
-  // Call once per tile of keys: whether to call take().
+  // Call once per tile of keys. Returns whether to call take() for this tile.
   CUKIT_DEVICE bool due() {
     if (--left > 0) return false;
     left = Period;
     return true;
   }
 
-  // Adds the partial outputs to `outputs`, which are relative to softmax.max.
+  // Adds the partial outputs, rescaled to softmax.max, to `outputs`.
   CUKIT_DEVICE void add_to(float (&outputs)[N], const SoftmaxRows& softmax,
                            float scale_log2) const {
     const float2 before = *maxima();
@@ -61,7 +61,7 @@ struct PartialOutputs {
     }
   }
 
-  // Moves `outputs` to the partial outputs and leaves zeros.
+  // Moves `outputs` to the partial outputs and sets `outputs` to zero.
   CUKIT_DEVICE void take(float (&outputs)[N], const SoftmaxRows& softmax, float scale_log2) {
     if (any) add_to(outputs, softmax, scale_log2);
     any = true;

@@ -4,8 +4,8 @@
 //   time and append the visible ones.
 // Shared memory: none.
 // Macros: TILE_M, TILE_N queries and keys of a tile; BLOCK_Q, BLOCK_KV of a block of the mask;
-//   CAUSAL 0|1, WINDOW 0|1 mask tiles as well (score_options.cuh); THREADS; HEAD_DIM and PADDED are
-//   not used.
+//   CAUSAL 0|1, WINDOW 0|1 (score_options.cuh) also mask keys; THREADS; HEAD_DIM and PADDED have no
+//   effect.
 // Deterministic.
 // Reference: tests/attention/test_block_sparse_attention.py.
 #include "attention/block_lists.cuh"
@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_blocks(
     const unsigned char* __restrict__ block_mask,  // [mask_heads, blocks of queries, of keys]
     int* __restrict__ plan,                        // next work | lists (block_lists.cuh)
     int mask_heads, int seq_q, int seq_kv,
-    int blocks,  // grid of the attention kernel, whose blocks start with the first work items
+    int blocks,  // of the attention kernel's grid; block i starts with work item i
     const __grid_constant__ cukit::ScoreSettings settings) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int tiles_q = (seq_q + TILE_M - 1) / TILE_M;

@@ -1,13 +1,14 @@
-// The schedule of variable-length sequences: longest first, so that the blocks of attention finish
-// together.
+// The schedule of variable-length sequences: longest first, so that the blocks of the attention
+// kernel finish at about the same time.
 //
-// Mapping: one block. It sorts by length into buckets, the most keys first, and sums up the tiles
-//   of queries of all heads. The order within a bucket is not deterministic: it decides which block
-//   computes a tile, but not the result.
+// Mapping: one block. It sorts the sequences by length into buckets, the most keys first, and
+//   computes the prefix sums of their tiles of queries over all heads. The order within a bucket is
+//   not deterministic: it determines which block computes a tile, but not the result.
 // Shared memory: static, one counter per bucket.
 // Macros: TILE_M queries of a tile; THREADS, also the number of buckets; PAGED 0|1 keys are in the
 //   blocks of a cache.
-// Deterministic: plan[num_seqs + 1] and all results of the attention; not the order.
+// Deterministic: plan[num_seqs + 1] (the number of work items) and the results of the attention
+//   kernel. Not deterministic: the order of the sequences.
 // Reference: tests/attention/test_flash_schedule.py.
 #include "common/platform.cuh"
 #include "common/reduce.cuh"
@@ -20,7 +21,8 @@ namespace {
 
 constexpr int kWarps = THREADS / cukit::kWarpSize;
 
-// Sum of `value` over the threads before this one; `total` over all. Ends with a barrier.
+// Returns the sum of `value` over the threads before this one; `total` becomes the sum over all
+// threads. Ends with a barrier.
 CUKIT_DEVICE int sum_before(int value, int& total) {
   __shared__ int warps[kWarps];
   const int lane = threadIdx.x % cukit::kWarpSize;
@@ -41,14 +43,14 @@ CUKIT_DEVICE int sum_before(int value, int& total) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) plan_sequences(
     const int* __restrict__ cu_seqlens_q,   // [num_seqs + 1]; PAGED: or null
-    const int* __restrict__ cu_seqlens_kv,  // [num_seqs + 1]; PAGED: [num_seqs] keys of each
+    const int* __restrict__ cu_seqlens_kv,  // [num_seqs + 1]; PAGED: [num_seqs], lengths
     int* __restrict__ plan,  // [2 * num_seqs + 2]: next work | starts | order (query_work.cuh)
     int num_seqs, int heads_q, int max_seqlen_kv,
 #if PAGED
     int seq_q,  // of every sequence where cu_seqlens_q is null
     int min_queries,  // sequences with fewer queries are skipped
 #endif
-    int blocks) {  // grid of the attention kernel, whose blocks start with the first work items
+    int blocks) {  // of the attention kernel's grid; block i starts with work item i
   __shared__ int buckets[THREADS];
   int* const starts = plan + 1;
   int* const order = plan + 2 + num_seqs;

@@ -1,11 +1,11 @@
 // Float32 scratch in which thread blocks accumulate the gradient of the queries.
 //
-// Per head it holds ceil(seq_q / tile) * tile rows of HEAD_DIM as 16x8 blocks in row-major order. A
-// 16x8 block stores the four mma.sync accumulators of each lane so that a warp's accesses are
-// coalesced: lane by lane from sm_90 on, otherwise accumulator by accumulator.
+// It holds scratch rows (scratch_rows.cuh) of HEAD_DIM as 16x8 blocks in row-major order. A 16x8
+// block stores the four mma.sync accumulators of each lane so that a warp's accesses are coalesced:
+// lane by lane from sm_90 on, otherwise accumulator by accumulator.
 //
-// With TRANSPOSED (flash_attention_backward_rows.cu) a tile holds the 16x8 blocks of its transpose,
-// [HEAD_DIM, queries].
+// With TRANSPOSED (flash_attention_backward_rows.cu) a tile of TILE_M rows holds the 16x8 blocks of
+// its transpose, [HEAD_DIM, TILE_M].
 #pragma once
 
 #include "common/platform.cuh"

@@ -1,5 +1,6 @@
-// The loop over tiles of keys of sm_80 kernels whose blocks own queries. Each tile gives two
-// products: Q K^T and, of another width, dO V^T or, with DISTILL, the teacher's Q K^T.
+// The loop over tiles of keys of sm_80 kernels in which a block owns a tile of queries. Each tile
+// of keys has two products: Q K^T over HEAD_DIM columns, and over VALUE_DIM columns dO V^T or, with
+// DISTILL, the teacher's Q K^T.
 //
 // A block owns TILE_M queries of one head, a warp 16 of them. It iterates over the keys and values
 // in tiles of TILE_N; the next tile is copied while this one is multiplied. Shared memory, bytes: 2
@@ -7,8 +8,8 @@
 //   Q | dO | K, two stages | V, two.
 //
 // Macros: DTYPE, HEAD_DIM, PADDED, VALUE_DIM, VALUE_PADDED, TILE_M = 16 * warps, TILE_N multiple of
-//   16, THREADS, those of score_options.cuh. DISTILL, 0 where it is not defined: heads of V have a
-//   GQA group of their own.
+//   16, THREADS, those of score_options.cuh. DISTILL 0|1, default 0: teacher_group query heads
+//   share a head of V.
 #pragma once
 
 #include "attention/block_order.cuh"
@@ -32,13 +33,13 @@ class QueryPairs {
   using T = element_t;
   using Scores = float[1][TILE_N / 8][4];
 
-  // A tile of keys in shared memory.
+  // The operands of a tile of keys, in shared memory.
   struct Tile {
     LeftMK<HEAD_DIM> q;
     RightNK<HEAD_DIM> k;
     LeftMK<VALUE_DIM> grad_out;
     RightNK<VALUE_DIM> v;
-    RightKN<HEAD_DIM> keys;  // as the right operand of a product over keys
+    RightKN<HEAD_DIM> keys;  // K as right operand of a product over keys
     FragmentPlace at;
     bool unmasked, ends;  // as apply_options takes them
 
@@ -63,7 +64,7 @@ class QueryPairs {
 
   int b, head;
   Sequence sequence;
-  int first_row, rows_left;  // of the block
+  int first_row, rows_left;  // the block's first query, and the number of queries from there on
 
   CUKIT_DEVICE QueryPairs(const QueryGradientParameters& params, const int* cu_seqlens_q,
                           const int* cu_seqlens_kv)
@@ -79,16 +80,16 @@ class QueryPairs {
     rows_left = sequence.seq_q - first_row;
   }
 
-  // The first row of the block, in q.
+  // The row of the block's first query in q.
   CUKIT_DEVICE int row_of_q() const { return sequence.first_q + first_row; }
-  // The first row of this warp, of the block, and of this lane, of the sequence.
+  // The first row of this warp, relative to the block, and of this lane, relative to the sequence.
   CUKIT_DEVICE static int warp_row() { return static_cast<int>(threadIdx.x) / kWarpSize * 16; }
   CUKIT_DEVICE int lane_row() const {
     return first_row + warp_row() + static_cast<int>(threadIdx.x) % kWarpSize / 4;
   }
 
-  // Calls visit(tile) for each tile of keys visible to the queries, then waits for all threads.
-  // There must be queries (rows_left > 0).
+  // Calls visit(tile) for each tile of keys visible to the queries, then synchronises the block.
+  // Requires rows_left > 0.
   template <typename Visit>
   CUKIT_DEVICE void for_each_tile(unsigned char* shared, const T* q, const T* k, const T* v,
                          const T* grad_out, int causal_offset, const Visit& visit) const {
@@ -127,7 +128,7 @@ class QueryPairs {
     const int row = lane_row();
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       cp_async_wait<0>();
-      __syncthreads();  // this tile has landed, and no warp reads the other stage any more
+      __syncthreads();  // this tile has been copied, and no warp reads the other stage any more
       const int stage = (tile - tiles.begin) % 2;
       if (tile + 1 < tiles.end) copy_keys(tile + 1, stage ^ 1);
       const auto at_stage = [&](auto operand, int bytes) {

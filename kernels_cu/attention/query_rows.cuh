@@ -18,14 +18,14 @@
 
 namespace cukit {
 
-// A lane's two rows.
+// The statistics of a lane's two rows.
 struct QueryRows {
   const HeadScores& head;
   const ScoreSettings& settings;
   float scale_log2;
   float lse[2], delta[2];
 
-  // `first`: scratch row of the sequence's first query; `row`: the lane's first.
+  // `first`: scratch row of the sequence's first query; `row`: the lane's first row.
   CUKIT_DEVICE QueryRows(const HeadScores& head, const ScoreSettings& settings, float scale_log2,
                          const float* lse_log2, const float* deltas, long long first, int row)
       : head(head), settings(settings), scale_log2(scale_log2) {

@@ -1,13 +1,13 @@
 // The tile scheduler of attention kernels whose blocks iterate over tiles of queries.
 //
 // Dense calls use a static schedule: block b takes tiles b, b + gridDim.x, ..., head after head, so
-// that concurrent blocks share keys and values in L2. With a causal mask alone, blocks take pairs
-// of tiles of a head, the last with the first and so on: every pair has the same number of visible
-// keys.
+// that concurrent blocks share keys and values in L2. With CAUSAL and without WINDOW, blocks take
+// pairs of tiles of a head, the last with the first and so on, so that every pair has about the
+// same number of visible keys.
 //
 // Where the cost of tiles differs (VARLEN, PAGED, BLOCK_SPARSE) the schedule is dynamic: an atomic
-// counter assigns the tiles. plan_sequences.cu has sorted the sequences, the longest first; within
-// a head the last tile comes first.
+// counter assigns the tiles. With VARLEN and PAGED, plan_sequences.cu has sorted the sequences, the
+// longest first. Within a head the last tile comes first.
 //
 // Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1 (flash_attention_sm90.cu); PAGED
 //   0|1 keys are in a paged cache, and seq_kv is read on the device. Defines DYNAMIC_SCHEDULE 0|1.
@@ -50,13 +50,13 @@ struct WorkPlan {
 
 struct WorkProblem {
   int batch, heads_q;
-  int seq_q, seq_kv;  // of all sequences; VARLEN: of the longest; PAGED: seq_kv is an upper bound
+  int seq_q, seq_kv;  // of all sequences; VARLEN: the longest lengths; PAGED: seq_kv: upper bound
   const int* cu_seqlens_q;
-  const int* cu_seqlens_kv;  // PAGED: [batch] the keys of each sequence
+  const int* cu_seqlens_kv;  // PAGED: [batch], lengths
 };
 
-// Iterates over the work items of this block. With the dynamic schedule only one thread may use it;
-// with the static one every thread computes the same items.
+// Iterates over the work items of this block. With the dynamic schedule only one thread may call
+// next(); with the static schedule every thread computes the same items.
 template <int TileM, int TileN>
 class QueryTileScheduler {
  public:
@@ -67,12 +67,12 @@ class QueryTileScheduler {
   // Tells the compiler that all lanes of the warp hold the same state.
   CUKIT_DEVICE void make_warp_uniform() { turn_ = warp_uniform(turn_); }
 
-  // False when there is no further work.
+  // Sets `work` to the next work item; false if there is none.
   CUKIT_DEVICE bool next(QueryWork& work) {
     if constexpr (VARLEN || PAGED) {
       const int index = dynamic_.tile();
       if (index >= plan_.starts[problem_.batch]) return false;
-      int sequence = 0;  // the last one that starts at or before the index
+      int sequence = 0;  // the last sequence that starts at or before the index
       for (int end = problem_.batch; end - sequence > 1;) {
         const int middle = (sequence + end) / 2;
         (plan_.starts[middle] <= index ? sequence : end) = middle;
@@ -148,13 +148,13 @@ class QueryTileScheduler {
 // ---- A warpgroup's share of a tile ----
 
 // Whether the warpgroups of a block have different visible keys and skip fully masked tiles. With
-// TURNS every warpgroup processes every tile of the item: a tile then has as many keys as the block
-// has queries.
+// TURNS every warpgroup processes every tile of the work item: with TILE_N equal to TileM, at most
+// one tile is fully masked for only some of the warpgroups.
 constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE && !TURNS;
 
 // The tiles of keys visible to a warpgroup's 64 queries, at least one. Every warpgroup advances
-// through the pipeline stages of all of the work item's tiles, of which those at either end may be
-// masked for its queries. A warpgroup beyond the last query gets a single tile.
+// through the pipeline stages of all tiles of the work item; tiles at either end may be masked for
+// its queries. A warpgroup beyond the last query gets a single tile.
 template <int TileN>
 CUKIT_DEVICE TileRange own_keys(const QueryWork& work, int first_row,
                                 const ScoreSettings& settings) {

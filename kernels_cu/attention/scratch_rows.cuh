@@ -2,11 +2,11 @@
 // head.
 //
 // A head has `rows_per_head` rows, a multiple of SCRATCH_TILE. The layout is [batch, heads,
-// rows_per_head], row r being query r, or with VARLEN [heads, rows_per_head]: sequence b starts a
-// new tile at (cu_seqlens_q[b] + b * SCRATCH_TILE), rounded down to a multiple of SCRATCH_TILE,
-// which leaves room for the queries of each sequence, rounded up to full tiles.
+// rows_per_head], where row r is query r, or with VARLEN [heads, rows_per_head], where sequence b
+// starts at row cu_seqlens_q[b] + b * SCRATCH_TILE, rounded down to a multiple of SCRATCH_TILE.
+// Each sequence then has room for its queries, rounded up to full tiles.
 //
-// Macros: SCRATCH_TILE, as TILE_M where it is not defined; VARLEN (score_options.cuh).
+// Macros: SCRATCH_TILE, default TILE_M; VARLEN (score_options.cuh).
 #pragma once
 
 #include "common/platform.cuh"

@@ -2,7 +2,7 @@
 //
 // SiLU and GELU are x * gate(x) with a gate between 0 and 1. An activation is a type with
 //   value(x)
-//   value_and_slope(x, &slope)   the same, and its derivative
+//   value_and_slope(x, &slope)   value(x), and its derivative
 // templated on the element type T of the tensor: results rounded to 16 bits get the hardware's fast
 // exponential, float32 results the accurate one.
 #pragma once
@@ -61,8 +61,8 @@ CUKIT_DEVICE float normal_cdf(float x, float bell) {
 constexpr float kTwiceSqrt2OverPi = 1.5957691216057308f;
 constexpr float kCubic = 0.044715f;
 
-// For 16-bit results log2(e) is folded into the factors, which saves one of eight instructions:
-// large products are power-limited, and every epilogue instruction draws power.
+// For 16-bit results log2(e) is folded into the factors, which saves one of eight instructions.
+// Large matrix products are power-limited, and every epilogue instruction draws power.
 template <typename T>
 CUKIT_DEVICE float tanh_gate(float x) {
   constexpr float kFactor = kTwiceSqrt2OverPi * (sizeof(T) == 4 ? 1.0f : -kLog2e);

@@ -3,9 +3,11 @@
 //   out[c] = sum_r partial[r, c]
 //
 // Mapping: a block owns 32 columns; warp w of its THREADS / 32 warps sums rows w, w + warps, ...,
-//   and the warps' sums are added in order. Shared memory: THREADS floats, static.
-// Macros: DTYPE float32|float16|bfloat16 (of `out`); THREADS multiple of 32. Minimum architecture:
-//   sm_80. Accumulates in float in a fixed order: deterministic. Reference: numpy.sum(axis=0).
+//   and the warps' sums are added in order.
+// Shared memory: THREADS floats, static.
+// Macros: DTYPE float32|float16|bfloat16 (of `out`); THREADS multiple of 32.
+// Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
+// Reference: numpy.sum(axis=0).
 #include "common/platform.cuh"
 #include "common/types.cuh"
 

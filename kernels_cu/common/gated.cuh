@@ -4,7 +4,7 @@
 //   backward   grad_gate = grad_out * up * f'(gate)      grad_up = grad_out * f(gate)
 //
 // Mapping: the vectors of [rows, cols] are numbered row by row; a block processes THREADS *
-//   VECS_PER_THREAD consecutive ones, thread t the t-th of every THREADS; all loads are issued
+//   VECS_PER_THREAD consecutive vectors, thread t the t-th of every THREADS; all loads are issued
 //   before the first use. One pass over memory.
 // Macros: DTYPE float32|float16|bfloat16; THREADS; VEC elements per access (VEC * sizeof(DTYPE) <=
 //   16), a divisor of cols; VECS_PER_THREAD; INDEX uint32|uint64, which must hold twice the number

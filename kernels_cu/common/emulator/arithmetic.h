@@ -1,7 +1,7 @@
 // CUDA's integer, float and conversion functions that a host compiler lacks.
 //
-// Functions that the GPU approximates are exact here: results differ by the GPU's error
-// (docs/emulator.md).
+// Functions that the GPU approximates call the host's math library: results differ by the GPU's
+// error (docs/emulator.md).
 #pragma once
 
 #include <cstdint>
@@ -61,7 +61,7 @@ inline unsigned permute_bytes(unsigned low, unsigned high, unsigned selector) {
 
 }  // namespace cukit::emulator
 
-// CUDA's __byte_perm clears that bit.
+// CUDA's __byte_perm ignores the highest bit of each selector nibble.
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   return ::cukit::emulator::permute_bytes(low, high, selector & 0x7777u);
 }
@@ -145,8 +145,8 @@ inline float cukit_rounded(float x) {
   return x;
 }
 inline float __fadd_rn(float a, float b) { return cukit_rounded(a + b); }
-// Rounds towards zero. A double holds the exact sum of floats whose exponents differ by less than 29; otherwise `lost`
-// has the sign of the exact sum minus the double.
+// Rounds towards zero. A double holds the exact sum of floats whose exponents differ by less than
+// 29; otherwise `lost` has the sign of the exact sum minus the double.
 inline float __fadd_rz(float a, float b) {
   const double sum = static_cast<double>(a) + b, other = sum - a;
   const double lost = (a - (sum - other)) + (b - other);

@@ -26,7 +26,7 @@ struct EntryOf<Kernel> {
   static constexpr unsigned kBytes[] = {static_cast<unsigned>(sizeof(Parameters))..., 0};
   static constexpr const char* kTypes[] = {name_of_type<Parameters>()..., nullptr};
 
-  // The argument list belongs to the runtime, not to the kernel's memory.
+  // Not instrumented: the argument list is memory of the runtime, not of the kernel.
   template <std::size_t... I>
   __attribute__((no_sanitize("thread", "undefined"))) static void unpack(void** arguments, std::index_sequence<I...>) {
     Kernel(*static_cast<Parameters*>(arguments[I])...);

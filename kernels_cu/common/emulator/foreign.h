@@ -6,7 +6,7 @@
 
 namespace cukit::emulator {
 
-// Host address of `bytes` bytes at a shared address. Ends the launch if they are not in shared
+// Host address of the `bytes` bytes at a shared address. Ends the launch if they are not in shared
 // memory.
 void* shared_memory(std::uint32_t address, std::size_t bytes);
 bool in_shared_memory(const void* pointer);

@@ -1,6 +1,6 @@
 // <cmath> without the special functions of C++17 (beta, Bessel, zeta), which no kernel uses: they
-// are a quarter of the precompiled headers and take 30 ms of every kernel's compilation. Include
-// before any standard header that includes <cmath>.
+// make up a quarter of the precompiled headers and take 30 ms of every kernel's compilation.
+// Include this header before any standard header that includes <cmath>.
 #pragma once
 
 #include <cstddef>  // has libstdc++'s configuration

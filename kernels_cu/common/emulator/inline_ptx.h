@@ -1,4 +1,5 @@
-// Target functions of translated inline PTX in third-party sources (cukit/emulator/inline_ptx.py).
+// The functions that translated inline PTX of third-party sources calls
+// (cukit/emulator/inline_ptx.py).
 //
 // A register is a variable; an instruction interprets its bits as the instruction's type.
 #pragma once
@@ -43,7 +44,7 @@ inline void put(To& to, const From& value) {
   to = get<To>(value);
 }
 
-// Packs registers into a wider one and unpacks it, lowest part first.
+// unpack() splits a register into narrower ones, lowest part first; pack() is its inverse.
 template <typename Whole, typename... Parts>
 inline void unpack(const Whole& whole, Parts&... parts) {
   const auto* at = reinterpret_cast<const unsigned char*>(&whole);
@@ -88,11 +89,11 @@ inline T* shared_pointer(std::uint64_t address, unsigned count) {
 template <bool Ordered, typename T, typename... To>
 inline void load(T* from, To&... to) {
   if constexpr (Ordered) {
-    // A loop may wait for another thread, and other threads run only at calls of the emulator. So
-    // this is an atomic that does not change the value.
+    // The load may be in a loop that polls a value of another thread, and a plain load never lets
+    // other threads run. An atomic that does not change the value does.
     ((put(to, atomic_update(from++, [](T old) { return old; }))), ...);
   } else {
-    // A value narrower than its register is sign- or zero-extended.
+    // put() sign- or zero-extends a value that is narrower than its register.
     ((put(to, *from++)), ...);
   }
 }
@@ -204,8 +205,9 @@ inline T absolute(T x) {
   }
 }
 
-// product + c, rounded to a double with an odd last bit unless it is exact. A 16-bit float converted
-// from it is rounded once: the double is never halfway between two such floats by rounding.
+// product + c, rounded to a double with an odd last bit unless the double is exact. Converting it
+// to a 16-bit float then rounds only once in effect: an inexact double is never halfway between two
+// 16-bit floats.
 inline double sum_to_odd(double product, double c) {
   const double sum = product + c, other = sum - product;
   const double lost = (product - (sum - other)) + (c - other);
@@ -262,7 +264,7 @@ inline T product_of_24_bits(T a, T b) {
   const Wide product = static_cast<Wide>(static_cast<T>(a << 8) >> 8) * (static_cast<T>(b << 8) >> 8);
   return static_cast<T>(product >> (High ? 16 : 0));
 }
-// Shifts by more than the width return 0, or the sign.
+// Shifts by at least the width return 0 or, to the right for negative numbers, -1.
 template <typename T>
 inline T shift_left(T x, std::uint32_t by) { return by >= 8 * sizeof(T) ? T(0) : T(x << by); }
 template <typename T>
@@ -276,7 +278,7 @@ inline unsigned clz(T x) {
   return x == 0 ? 8 * sizeof(T)
                 : static_cast<unsigned>(__builtin_clzll(static_cast<std::uint64_t>(x))) - (64 - 8 * sizeof(T));
 }
-// The position of the highest bit that differs from the sign (unsigned: of the highest set bit), or,
+// The position of the highest bit that differs from the sign (unsigned: of the highest set bit) or,
 // with .shiftamt, the left shift that moves this bit to the top. All ones if there is no such bit.
 template <typename T>
 inline unsigned bfind(T x, bool shift_amount) {
@@ -372,7 +374,8 @@ inline std::uint32_t to_tf32(float x) {
   return is_nan(x) ? 0x7fffffffu : (get<std::uint32_t>(x) + 0x1000u) & ~0x1fffu;
 }
 
-// The bytes that cp.async reads. Its operand after the size is src-size, or the predicate ignore-src.
+// The number of bytes that cp.async reads. `operand`, which follows the size, is src-size or the
+// predicate ignore-src.
 template <typename T>
 inline unsigned bytes_present(unsigned bytes, T operand) {
   if constexpr (std::is_same_v<T, bool>) {

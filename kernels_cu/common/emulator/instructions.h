@@ -21,7 +21,7 @@ unsigned movmatrix(unsigned pair);
 // mma.sync m16n8k<k>: d += a * b. `d` points to four floats, or four ints for S8 and U8.
 void mma(Number a_type, Number b_type, unsigned k, void* d, const unsigned* a, const unsigned* b);
 
-// wgmma.mma_async m64n<n>, 32 bytes deep: d = a * b, or d += a * b.
+// wgmma.mma_async m64n<n> with 32 bytes along k: d = a * b, or d += a * b.
 struct Product {
   Number a_type;
   Number b_type;
@@ -41,21 +41,22 @@ void wgmma_wait(unsigned pending);
 
 // Copies ------------------------------------------------------------------------------------------
 
-// cp.async: stores `bytes` (4, 8, 16) at `shared`: `present` from `global`, then zeros.
+// cp.async: stores `bytes` (4, 8, 16) bytes at `shared`: `present` bytes from `global`, then zeros.
 void cp_async(std::uint32_t shared, const void* global, unsigned bytes, unsigned present);
 void cp_async_commit();
 void cp_async_wait(unsigned pending);
 
 void mbarrier_init(std::uint32_t barrier, unsigned arrivals);
 void fence_mbarrier_init();
-// Announces `bytes` and arrives, at a barrier of any block of the cluster.
+// Announces `bytes` and arrives. The barrier may be in any block of the cluster.
 void mbarrier_arrive(std::uint32_t barrier, unsigned bytes);
-// Not ordered after the thread's earlier accesses.
+// Arrives, not ordered after the thread's earlier accesses.
 void mbarrier_arrive_relaxed(std::uint32_t barrier);
 void mbarrier_wait(std::uint32_t barrier, unsigned parity);
 
-// cp.async.bulk, and cp.async.bulk.tensor with a map encoded by the emulator. Multicasts to the
-// blocks in the mask `blocks`, at the corresponding addresses; 0 means this block alone.
+// cp.async.bulk, and cp.async.bulk.tensor with a map encoded by the emulator. tensor_load
+// multicasts to the blocks in the mask `blocks`, at the corresponding addresses; 0 means this block
+// alone.
 void bulk_load(std::uint32_t shared, const void* global, unsigned bytes, std::uint32_t barrier);
 void bulk_store(void* global, std::uint32_t shared, unsigned bytes);
 void bulk_add(float* global, std::uint32_t shared, unsigned bytes);
@@ -74,7 +75,8 @@ void fence_proxy_async();
 void store_remote(std::uint32_t address, std::uint32_t value);
 // atom.shared::cluster.add.u32: returns the old value.
 std::uint32_t fetch_add_remote(std::uint32_t address, std::uint32_t value);
-// st.async of 16 bytes; completes at the mbarrier that corresponds to `barrier` in the same block.
+// st.async of 16 bytes; completes at the mbarrier that corresponds to `barrier` in the block of
+// `address`.
 void store_async(std::uint32_t address, const void* value, std::uint32_t barrier);
 
 }  // namespace cukit::emulator

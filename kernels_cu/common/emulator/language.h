@@ -147,7 +147,7 @@ inline unsigned __fns(unsigned mask, unsigned base, int offset) {
   return ~0u;
 }
 
-// Four bytes or two halfwords at once.
+// SIMD operations on four bytes or two halfwords.
 #define CUKIT_PACKED(name, Part, expression)                                        \
   inline unsigned name(unsigned x, unsigned y) {                                    \
     constexpr int kParts = 4 / sizeof(Part);                                        \
@@ -189,8 +189,8 @@ inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline double __dsqrt_rn(double x) { return sqrt(x); }
 inline double __drcp_rn(double x) { return 1.0 / x; }
 namespace cukit::emulator {
-// a + b, rounded to odd: an inexact sum has an odd last bit. Rounding it to float then gives the same
-// result as rounding the exact sum.
+// a + b, rounded to odd: an inexact sum has an odd last bit. Rounding it to float then gives the
+// same result as rounding the exact sum.
 inline double sum_to_odd(double a, double b) {
   const double sum = a + b, other = sum - a;
   const double lost = (a - (sum - other)) + (b - other);
@@ -198,7 +198,8 @@ inline double sum_to_odd(double a, double b) {
   if (!inexact || (__double_as_longlong(sum) & 1)) return sum;
   return nextafter(sum, lost > 0 ? INFINITY : -INFINITY);
 }
-// Directed rounding: the result rounded to nearest, moved by one ulp if it is on the wrong side.
+// Rounds `exact` towards `side`, given `nearest`, its rounding to nearest: moves `nearest` by one
+// ulp if it is on the wrong side.
 inline float toward(double exact, float nearest, float side) {
   const double error = exact - nearest;
   if (!(error < 0 || error > 0)) return nearest;  // exact, infinite or NaN
@@ -212,7 +213,8 @@ inline float toward(double exact, float nearest, float side) {
 #define CUKIT_DIRECTED(name, arguments, exact)                                                      \
   inline float name##_rz arguments { return ::cukit::emulator::toward(exact, float(exact), 0); } \
   CUKIT_DOWN_AND_UP(name, arguments, exact)
-CUKIT_DOWN_AND_UP(__fadd, (float a, float b), ::cukit::emulator::sum_to_odd(a, b))  // _rz: arithmetic.h
+// __fadd_rz is in arithmetic.h.
+CUKIT_DOWN_AND_UP(__fadd, (float a, float b), ::cukit::emulator::sum_to_odd(a, b))
 CUKIT_DIRECTED(__fsub, (float a, float b), ::cukit::emulator::sum_to_odd(a, -b))
 CUKIT_DIRECTED(__fmul, (float a, float b), (double(a) * double(b)))
 CUKIT_DIRECTED(__fdiv, (float a, float b), (double(a) / double(b)))
@@ -299,7 +301,7 @@ CUKIT_HALF_MATH(rint, rintf)
 
 // Memory ------------------------------------------------------------------------------------------
 
-// Component by component: vector accesses are not atomic as a whole on the GPU either.
+// Adds component by component: vector accesses are not atomic as a whole on the GPU either.
 #define CUKIT_VECTOR_ADD(Vector, ...)                                                  \
   inline Vector atomicAdd(Vector* to, Vector by) {                                     \
     ::cukit::emulator::check_alignment(to, alignof(Vector), "atomicAdd of a vector");  \

@@ -56,7 +56,7 @@ inline std::size_t __cvta_generic_to_global(const void* pointer) {
 
 namespace cukit::emulator {
 
-// The integer that carries a value of the same size.
+// The integer type with the size of a value.
 template <std::size_t Bytes>
 struct Bits;
 template <>
@@ -72,8 +72,8 @@ struct Bits<8> { using type = std::uint64_t; };
 std::uint64_t atomic_compare_exchange(void* to, std::uint64_t expected, std::uint64_t value,
                                       std::size_t bytes);
 std::uint64_t atomic_load(const void* from, std::size_t bytes);
-// The checks of check_access for a compare-and-swap. An earlier plain read of the value by the same thread is not a
-// race: it was a guess, which the comparison verifies.
+// The checks of check_access for a compare-and-swap. An earlier plain read of the value by the same
+// thread is not a race, because the comparison verifies the value that was read.
 void check_compare(const void* pointer, std::size_t bytes, Access access);
 
 // *to = update(*to), atomically; returns the old value.

@@ -31,8 +31,8 @@ extern "C" __attribute__((tls_model("initial-exec"))) __thread cukit::emulator::
 
 namespace cukit::emulator {
 
-// A thread's own indices never change and are private: they need no instrumentation, and the
-// compiler may cache them across barriers.
+// A thread's own indices never change and are private, so that their accesses need no
+// instrumentation, and the compiler may cache them across barriers.
 #if defined(__x86_64__) && defined(__OPTIMIZE__)
 __attribute__((always_inline)) inline const void* self() {
   const void* me;
@@ -66,14 +66,15 @@ inline unsigned char* dynamic_shared_memory() { return cukit_emulator_thread->dy
 
 // Ends the launch with an error that names the instruction.
 [[noreturn]] void not_emulated(const char* instruction);
-// Ends the launch: a kernel's assert or __trap.
+// Ends the launch because of a kernel's assert or __trap.
 [[noreturn]] void trap(const char* reason);
 
 // Barriers ----------------------------------------------------------------------------------------
 
 enum class BlockVote { None, And, Or, Count };
 
-// __syncthreads and its voting forms; `line` distinguishes calls that a warp must not mix.
+// __syncthreads and its voting forms; `line` identifies the call, which all threads of a warp must
+// share.
 int sync_block(BlockVote vote, int predicate, int line);
 // bar.sync and bar.arrive on a named barrier; `threads` 0 means the full block.
 void sync_named(unsigned barrier, unsigned threads);

@@ -19,8 +19,8 @@ inline int __syncthreads_count(int predicate, int line = __builtin_LINE()) {
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu) { ::cukit::emulator::sync_warp(mask); }
 
-// CUDA may return any subset of the threads in the same branch. This returns all of them, so code
-// that relies on full convergence works here.
+// CUDA may return any subset of the threads in the same branch. The emulator returns all of them,
+// so that code that relies on full convergence works.
 inline unsigned __activemask() { return ::cukit::emulator::converged_lanes(); }
 
 namespace cukit::emulator {

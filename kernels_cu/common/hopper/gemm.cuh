@@ -1,4 +1,4 @@
-// The skeleton of a matrix product on Hopper (sm_90a): persistent blocks, a producer thread,
+// The skeleton of a matrix product on Hopper (sm_90a): persistent blocks with a producer thread and
 // consumer warpgroups. A kernel is composed of four independently replaceable parts:
 //
 //   schedule   the tiles of this block:   bool tile(int turn, Tile& tile) const
@@ -93,11 +93,12 @@ CUKIT_DEVICE void consume(Pipeline<Stages>& pipeline, const Schedule& schedule,
   epilogue.finish();
 }
 
-// The same with an epilogue in steps that overlap the products of the next tile: the tensor cores
-// stay busy during the epilogue, at the cost of accumulators for two tiles. The epilogue provides
+// As consume(), with an epilogue in steps that overlap the products of the next tile: the tensor
+// cores stay busy during the epilogue, at the cost of accumulators for two tiles. The epilogue
+// provides
 //   store_step(const Accumulators&, const Tile&, int step)
 // and product.multiply<kSteps>() calls its last argument with 0 .. kSteps - 1 while the wgmmas of
-// these k steps run. A tile has at least kSteps = Epilogue::kSteps k steps.
+// these k steps run. Every tile must have at least kSteps = Epilogue::kSteps k steps.
 template <int Stages, typename Schedule, typename Product, typename Epilogue>
 CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule& schedule,
                                      const Product& product, Epilogue& epilogue) {
@@ -129,15 +130,16 @@ CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule&
   epilogue.finish();
 }
 
-// The same with two consumer warpgroups that alternate: `group` 0 computes the whole tiles of turns
-// 0, 2, ..., group 1 those of turns 1, 3, ...; one runs its epilogue while the other multiplies. The
-// main loops run in the order of the turns, so the stages are read in the order in which they were
-// filled, each by one warpgroup: `pipeline` expects kWarpgroupWarps consumer arrivals.
+// As consume(), with two consumer warpgroups that alternate: `group` 0 computes the whole tiles of
+// turns 0, 2, ..., group 1 those of turns 1, 3, ...; one runs its epilogue while the other
+// multiplies. The main loops run in the order of the turns, so the stages are read in the order in
+// which they were filled, each by one warpgroup: `pipeline` expects kWarpgroupWarps consumer
+// arrivals.
 //
 // `issued` is the event that a turn's wgmmas have been issued, initialised with kWarpgroupWarps
-// arrivals: the next turn's wgmmas follow while the last step's still run. Epilogues are not
-// ordered; both run at the same time if an epilogue takes longer than a main loop. An epilogue
-// synchronises its warpgroup (as all do that store by TMA), so that no warp is a turn ahead.
+// arrivals: the next turn's wgmmas are issued while those of the last step still run. Epilogues are
+// not ordered; both run at the same time if an epilogue takes longer than a main loop. The epilogue
+// must synchronise its warpgroup (as all that store by TMA do), so that no warp is a turn ahead.
 //
 // product.multiply<0>() calls its last argument once a tile's wgmmas have been issued.
 template <int Stages, typename Schedule, typename Product, typename Epilogue>
@@ -175,8 +177,8 @@ CUKIT_DEVICE void leave_cluster() {
 
 // ---- Schedule ----
 
-// The tiles of one matrix under the static schedule. m and n are tile indices; with clusters, m is
-// the index of a cluster of vertically adjacent tiles.
+// The tiles of one matrix under the static schedule. Tile::m and Tile::n are tile indices; with
+// clusters, m is the index of a cluster of vertically adjacent tiles.
 template <int ClusterSize = 1>
 struct DenseTiles {
   using Tile = MatrixTile;
@@ -198,11 +200,11 @@ enum class Major { K, MN };
 
 // An operand's tile in a stage: Extent rows (of a) or columns (of b) times TileK elements along k.
 //
-// load() loads `count` rows (columns) from `first` on, K-major in boxes of `box`, which divides
-// Extent unless one box suffices; bytes() is what it loads. Rows outside the tensor are skipped,
-// because TMA takes several times longer for them than for rows inside. The rest of the tile keeps
-// its previous contents, which only affect results that are not stored; clear_rest() initialises it
-// before the first load.
+// load() loads `count` rows (columns) from `first` on, K-major in boxes of `box` rows, which
+// divides Extent unless one box suffices; bytes() returns the number of bytes that load() loads.
+// Rows outside the tensor are skipped, because TMA takes several times longer for them than for
+// rows inside. The rest of the tile keeps its previous contents, which only affect results that are
+// not stored; clear_rest() initialises the rest before the first load.
 template <typename T, int Extent, int TileK, Major kMajor>
 struct OperandTile;
 
@@ -228,8 +230,8 @@ struct OperandTile<T, Extent, TileK, Major::K> : SharedTile<T, Extent, TileK> {
     const int boxes = count <= box ? 1 : (count + box - 1) / box;
     return boxes * box * Tile::kRowBytes;
   }
-  // For one of several matrices in a map, which starts at row `origin`; `extent`: the matrix's rows
-  // (columns).
+  // For one of several matrices in a map. `origin`: the matrix's first row; `extent`: its number of
+  // rows (columns).
   CUKIT_DEVICE static void load(unsigned char* tile, const TensorMap* map, Mbarrier* full, int k,
                                 int first, const MatrixRow& origin, int extent) {
     Tile::load(tile, map, full, k, origin.below(first), k + TileK);
@@ -310,8 +312,8 @@ struct GemmShape {
 
 // a and b from tensor maps that read zeros outside their tensors. Boxes of a K-major operand:
 // [box_a, kTileK] and [box_b, kTileK] (with clusters [kTileN / kCluster, kTileK]); of an MN-major
-// one: [kTileK, 128 bytes]. Each block of a cluster multicasts its share of their common tile of
-// b to all blocks. StageBytes: size of a stage; additional data follow the operands.
+// operand: [kTileK, 128 bytes]. Each block of a cluster multicasts its share of their common tile
+// of b to all blocks. StageBytes: size of a stage; additional data follow the operands.
 template <typename Shape, int StageBytes = Shape::kStageBytes>
 struct DenseOperands {
   static constexpr int kStageBytes = StageBytes;
@@ -341,7 +343,7 @@ struct DenseOperands {
     return TileA::bytes(tile_rows(tile), box_a) + bytes_b;
   }
 
-  // Zeroes the bytes that load() skips in the last tiles. Called by all threads, before any load.
+  // Zeroes the bytes that load() skips in the last tiles. Called by all threads before any load.
   template <int Stages>
   CUKIT_DEVICE void clear_rest(unsigned char* stages) const {
     if (rows % Shape::kTileM == 0 && columns % Shape::kTileN == 0) return;
@@ -368,8 +370,9 @@ struct DenseOperands {
   }
 };
 
-// Two matrices b, concatenated in each tile: columns of `gate` in its first half, the same columns
-// of `up` in its second. Both K-major [columns of the result, k], boxes of [box_b, kTileK].
+// Two matrices b, concatenated in each tile: columns of `gate` in the tile's first half, the same
+// columns of `up` in the second. Both are K-major [columns of the result, k], with boxes of [box_b,
+// kTileK].
 template <typename Shape>
 struct PairedOperands {
   static constexpr int kStageBytes = Shape::kStageBytes;
@@ -419,7 +422,7 @@ struct PairedOperands {
 };
 
 // Both operands from shared memory. A step's wgmmas stay in flight while the consumer waits for the
-// next stage; once the next step's are issued and these are complete, their stage is released.
+// next stage and issues the next step's wgmmas; once they are complete, their stage is released.
 template <typename Shape>
 struct SharedProduct {
   using Sum = typename AccumulatorOf<typename Shape::Element>::Type;
@@ -436,8 +439,8 @@ struct SharedProduct {
     multiply<0>(sums, pipeline, state, tile, [](int) {});
   }
 
-  // Calls overlapped(step) after issuing each of the first `Overlapped` k steps, so that it runs
-  // while their wgmmas do. The tile has at least as many steps.
+  // Calls overlapped(step) after issuing each of the first `Overlapped` k steps, while the step's
+  // wgmmas run. The tile must have at least `Overlapped` steps.
   template <int Overlapped, int Stages, typename Tile, typename Call>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
                              PipelineState<Stages>& state, const Tile& tile,
@@ -445,7 +448,8 @@ struct SharedProduct {
     multiply<Overlapped>(sums, pipeline, state, tile, overlapped, [] {});
   }
 
-  // Then calls issued(): the wgmmas of all steps have been issued, those of the last one still run.
+  // Also calls issued() once the wgmmas of all steps have been issued; those of the last step still
+  // run.
   template <int Overlapped, int Stages, typename Tile, typename Call, typename Issued>
   CUKIT_DEVICE void multiply(Accumulators& sums, Pipeline<Stages>& pipeline,
                              PipelineState<Stages>& state, const Tile& tile,

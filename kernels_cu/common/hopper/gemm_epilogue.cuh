@@ -13,10 +13,10 @@
 
 namespace cukit {
 
-// The interface of a Transform, applied to 64 rows of accumulators before they are rounded. (row,
-// column): position of the first one in the product.
+// The interface of a Transform, applied to 64 rows of accumulators before they are rounded. The
+// arguments (row, column) are the position of their first element in the product.
 //   kParts      columns of the product per column of the result: 2 if halves of a tile are combined
-//   kKeeps      whether the result of prepare() is stored too
+//   kKeeps      whether the result of prepare() is stored too (to `kept`)
 //   begin()     issues the loads for prepare(), which overlap the products
 //   prepare()   bias, scales
 //   operator()  activation; with kParts 2 the results go to the first half
@@ -44,8 +44,8 @@ struct StagedEpilogue {
   int rows, columns;       // of the result
   int group;               // this consumer
   Transform transform;
-  const TensorMap* kept = nullptr;     // [rows, columns] of the first part, boxes of the same shape
-  const TensorMap* kept_up = nullptr;  // and of the second
+  const TensorMap* kept = nullptr;     // kKeeps: [rows, columns] for the first part, boxes as `out`
+  const TensorMap* kept_up = nullptr;  // kKeeps, kParts 2: the same for the second part
 
   CUKIT_DEVICE void begin(const MatrixTile& tile) {
     transform.begin(Shape::row(tile) + group * Shape::kGroupRows, tile.n * kColumns);
@@ -75,8 +75,8 @@ struct StagedEpilogue {
   CUKIT_DEVICE void finish() const { Store::finish(); }
 };
 
-// The same in steps of kStepColumns, for consume_overlapped(). Transform is applied to copies of
-// that many columns.
+// As StagedEpilogue, in steps of kStepColumns, for consume_overlapped(). Each step applies
+// Transform to a copy of kStepColumns columns of the accumulators.
 template <typename Shape, typename T, typename Transform>
 struct OverlappedEpilogue {
   static constexpr int kStepColumns = 32;
@@ -111,7 +111,8 @@ struct OverlappedEpilogue {
   CUKIT_DEVICE void finish() const { Store::finish(); }
 };
 
-// The same for a product whose transpose is the result: rows of a are columns of the result.
+// As StagedEpilogue, but the result is the product's transpose: rows of a are columns of the
+// result.
 template <typename Shape, typename T, typename Transform = Identity>
 struct TransposedEpilogue {
   using Store = TransposedStore<T, Shape::kTileN>;

@@ -10,8 +10,8 @@
 //     ... starts copies that complete at `full` ...       pipeline.release(state);
 //     state.advance();                                    state.advance();
 //
-// For a stage filled by ordinary stores, commit() takes the place of expect(); if wgmma or TMA
-// reads those stores, fence_proxy_async() comes first.
+// For a stage filled by ordinary stores, the producer calls commit() after the stores instead of
+// expect(); if wgmma or TMA reads the stage, it calls fence_proxy_async() before commit().
 #pragma once
 
 #include "common/platform.cuh"
@@ -40,16 +40,16 @@ struct PipelineState {
   }
 };
 
-// One mbarrier per stage: an event that happens once per round. With one stage: a repeated event,
-// or one that happens once.
+// One mbarrier per stage, for an event that happens once per round. With one stage, the event may
+// also happen only once.
 template <int Stages>
 struct StageBarriers {
   Mbarrier stage[Stages];
 
   using State = PipelineState<Stages>;
 
-  // One thread, before fence_mbarrier_init and a barrier of the block (or cluster). `arrivals`:
-  // number of arrivals per round.
+  // Called by one thread, before fence_mbarrier_init and a barrier of the block (or cluster).
+  // `arrivals`: number of arrivals per round.
   CUKIT_DEVICE void init(int arrivals) {
     for (int index = 0; index < Stages; ++index) mbarrier_init(&stage[index], arrivals);
   }
@@ -57,13 +57,13 @@ struct StageBarriers {
   // Waits for the event of the round of `state`.
   CUKIT_DEVICE void wait(const State& state) { mbarrier_wait(&stage[state.index], state.phase); }
 
-  // Waits for the event of the round before; in the first round there is nothing to wait for.
+  // Waits for the event of the previous round; returns at once in the first round.
   CUKIT_DEVICE void wait_previous(const State& state) {
     mbarrier_wait(&stage[state.index], state.phase ^ 1);
   }
 
-  // As wait, but after `value`, which is never below -1, has been computed. Otherwise the compiler
-  // moves the wait above arithmetic that should overlap the awaited event.
+  // As wait, but only after `value`, which must not be below -1, has been computed. With wait, the
+  // compiler moves the wait above arithmetic that should overlap the awaited event.
   CUKIT_DEVICE void wait_after(const State& state, float value) {
     mbarrier_wait(&stage[state.index], ordered_after(state.phase, value));
   }
@@ -90,8 +90,8 @@ struct Pipeline {
 
   using State = PipelineState<Stages>;
 
-  // One thread, as StageBarriers::init. Arrivals per round: one per consumer warp; one per expect
-  // or commit of the producers.
+  // Called by one thread, as StageBarriers::init. Arrivals per round: one per consumer warp; one
+  // per expect() or commit() of the producers.
   CUKIT_DEVICE void init(int consumer_arrivals, int producer_arrivals = 1) {
     for (int index = 0; index < Stages; ++index) {
       mbarrier_init(&full.stage[index], producer_arrivals);
@@ -116,11 +116,12 @@ struct Pipeline {
 
   CUKIT_DEVICE void wait_after(const State& state, float value) { full.wait_after(state, value); }
 
-  // The warp has read the stage. wgmmas that read it must have been awaited (wgmma_wait).
+  // Call after the warp has read the stage. The wgmmas that read the stage must have been awaited
+  // (wgmma_wait).
   CUKIT_DEVICE void release(const State& state) { empty.arrive_warp(state); }
 
-  // The same, to every block of a cluster of `Blocks`, whose copies fill this block's stage too.
-  // Only wgmmas have read the stage.
+  // The same, to every block of a cluster of `Blocks` blocks, whose copies also fill this block's
+  // stage. With Blocks > 1 the arrival is relaxed: only wgmmas may have read the stage.
   template <int Blocks>
   CUKIT_DEVICE void release_to_cluster(const State& state) {
     if constexpr (Blocks == 1) {
@@ -131,7 +132,7 @@ struct Pipeline {
     }
   }
 
-  // The same for a stage to which the warp's lanes have also written.
+  // The same for a stage that the warp's lanes have read or written directly.
   template <int Blocks>
   CUKIT_DEVICE void release_changed_to_cluster(const State& state) {
     if constexpr (Blocks > 1) {

@@ -1,7 +1,7 @@
 // Replaces CUDA's cooperative groups: blocks, tiles, coalesced threads, clusters and the grid.
 //
-// Tiles are lane masks; their collectives are the warp's. Tiles larger than a warp and multi-device
-// grids are not supported. `coalesced_threads` returns the threads of `__activemask`.
+// Tiles are lane masks, and their collectives are those of the warp. Tiles larger than a warp and
+// multi-device grids are not supported. `coalesced_threads` returns the threads of `__activemask`.
 #pragma once
 
 #include "common/emulator/language.h"
@@ -121,7 +121,7 @@ class Lanes {
   unsigned lanes() const { return mask_; }
 
  protected:
-  // A value of any size, four bytes at a time.
+  // Calls move() on a value of any size, four bytes at a time.
   template <typename T, typename Move>
   static T words(const T& value, const Move& move) {
     if constexpr (sizeof(T) <= 8 && (sizeof(T) & (sizeof(T) - 1)) == 0) {
@@ -206,7 +206,7 @@ inline thread_block_tile<Size, Parent> tiled_partition(const Parent&) {
 inline coalesced_group tiled_partition(const thread_block&, unsigned size) {
   return coalesced_group(detail::tile_mask(size));
 }
-// Threads of a group with the same predicate or label.
+// The threads of a group that have the same predicate, or label, as the caller.
 template <typename Group>
 inline coalesced_group binary_partition(const Group& group, bool predicate) {
   const unsigned yes = __ballot_sync(group.lanes(), predicate);
@@ -255,7 +255,7 @@ struct bit_xor {
   T operator()(const T& a, const T& b) const { return a ^ b; }
 };
 
-// Every thread gets the result.
+// Every thread of the group gets the result.
 template <typename Group, typename T, typename Operation>
 inline T reduce(const Group& group, T value, Operation operation) {
   if ((group.size() & (group.size() - 1)) == 0) {
@@ -286,7 +286,7 @@ inline T exclusive_scan(const Group& group, T value, Operation operation = {}) {
   return group.thread_rank() == 0 ? T{} : before;
 }
 
-// Copies by all threads of a group, with cp.async where size and alignment allow.
+// The threads of a group copy together, with cp.async where size and alignment allow.
 namespace detail {
 template <typename Group>
 inline void copy_bytes(const Group& group, void* to, const void* from, std::size_t bytes) {

@@ -1,4 +1,4 @@
-// Replaces CUDA's header: common/emulator/language.h, prepended to every third-party source, has
-// its contents.
+// Replaces CUDA's header: its declarations are in common/emulator/language.h, which is prepended to
+// every third-party source.
 #pragma once
 #include "common/emulator/language.h"

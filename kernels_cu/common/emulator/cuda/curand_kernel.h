@@ -38,8 +38,8 @@ inline void skipahead(unsigned long long offset, curandStateXORWOW* state) {
   ::cukit::emulator::skip_xorwow(state->v, offset, 0);
   state->d += 362437 * static_cast<unsigned>(offset);
 }
-// Subsequences are 2^67 numbers apart, a multiple of the Weyl sequence's period: its state does not
-// change.
+// Subsequences are 2^67 numbers apart, a multiple of the Weyl sequence's period, so that the state
+// of the Weyl sequence does not change.
 inline void skipahead_sequence(unsigned long long number, curandStateXORWOW* state) {
   ::cukit::emulator::skip_xorwow(state->v, number, 67);
 }

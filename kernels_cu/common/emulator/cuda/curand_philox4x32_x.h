@@ -1,3 +1,3 @@
-// Stands in for the cuRAND header of this name; curand_kernel.h has its contents.
+// Replaces cuRAND's header; its declarations are in curand_kernel.h.
 #pragma once
 #include <curand_kernel.h>

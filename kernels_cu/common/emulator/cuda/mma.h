@@ -68,7 +68,7 @@ inline void check_places(const T* at, unsigned stride) {
   // The GPU requires 32-byte alignment, which NumPy arrays do not always have.
   ::cukit::emulator::check_alignment(at, 16, "a wmma tile");
   if (stride * sizeof(T) % 16 != 0) {
-    ::cukit::emulator::trap("wmma: the leading dimension is no multiple of 16 bytes");
+    ::cukit::emulator::trap("wmma: the leading dimension is not a multiple of 16 bytes");
   }
 }
 
@@ -98,7 +98,7 @@ inline void store_matrix_sync(P* to, const fragment<accumulator, M, N, K, T, voi
   __syncwarp();
 }
 
-// Every lane assembles the matrices from all fragments and computes its own elements.
+// Every lane assembles a and b from the fragments of all lanes and computes its own elements of d.
 template <int M, int N, int K, typename A, typename LA, typename B, typename LB, typename C, typename D>
 inline void mma_sync(fragment<accumulator, M, N, K, D, void>& d,
                      const fragment<matrix_a, M, N, K, A, LA>& a,

@@ -1,7 +1,7 @@
 // Replaces CUB's block and warp primitives.
 //
-// Same contract as CUB, not its code: results only in thread 0 where CUB guarantees no more, and
-// temporary storage needs a barrier before reuse.
+// An independent implementation of CUB's contract: where CUB guarantees a result only in thread 0,
+// only thread 0 has it, and temporary storage needs a barrier before reuse.
 #pragma once
 
 #include "common/emulator/language.h"
@@ -63,7 +63,7 @@ struct Storage {
   T* data() { return reinterpret_cast<T*>(bytes); }
 };
 
-// Storage of a primitive if the caller passes none.
+// Storage of a primitive for callers that pass none.
 template <typename Of>
 inline typename Of::TempStorage& private_storage() {
   __shared__ typename Of::TempStorage storage;
@@ -168,7 +168,7 @@ class BlockScan {
     scan_items(input, output, false);
     aggregate = storage_.data()[kThreads - 1];
   }
-  // The prefix of the first warp's callback precedes all items.
+  // The callback of the first warp returns the prefix that is added to all results.
   template <typename Callback>
   void ExclusiveSum(T input, T& output, Callback& callback) {
     ExclusiveSum(input, output);
@@ -212,7 +212,7 @@ class WarpReduce {
   struct TempStorage {};
   explicit WarpReduce(TempStorage&) {}
 
-  // The result is that of the first lane of each logical warp.
+  // Only the first lane of each logical warp returns the result.
   template <typename Operation>
   T Reduce(T input, Operation operation, int valid = Threads) {
     const int lane = LaneId(), first = lane / Threads * Threads;
@@ -262,8 +262,8 @@ class WarpScan {
   }
 };
 
-// Blocked: thread t has items t * Items to t * Items + Items - 1; striped: items t, t + threads,
-// ...
+// The index of a thread's item i. Blocked: thread t has items t * Items .. t * Items + Items - 1.
+// Striped: items t, t + Threads, ...
 namespace detail {
 template <int Threads, int Items>
 inline int item(bool striped, int i) {

@@ -4,7 +4,7 @@
 #include <complex>
 #include <type_traits>
 
-// Its functions are found by argument-dependent lookup.
+// The functions of std::complex are found by argument-dependent lookup.
 using ::std::complex;
 using ::std::polar;
 
@@ -16,14 +16,14 @@ template <typename T>
 struct RealOf<::std::complex<T>> { using type = T; };
 template <typename T>
 constexpr bool kIsComplex = !::std::is_same_v<typename RealOf<T>::type, T>;
-// For two operands of which at least one is complex. std:: covers two complex numbers of the same
-// precision.
+// Whether A and B, at least one of them complex, have different real types. std:: has the operators
+// for equal real types.
 template <typename A, typename B>
 constexpr bool kMixed = (kIsComplex<A> && (::std::is_arithmetic_v<B> || kIsComplex<B>) &&
                          !::std::is_same_v<typename RealOf<A>::type, typename RealOf<B>::type>) ||
                         (kIsComplex<B> && ::std::is_arithmetic_v<A> &&
                          !::std::is_same_v<A, typename RealOf<B>::type>);
-// Real numbers of integer types take the precision of the complex one.
+// The type of the result: integers are converted to the real type of the complex operand.
 template <typename A, typename B>
 using Common = ::std::complex<::std::conditional_t<
     ::std::is_integral_v<A>, typename RealOf<B>::type,

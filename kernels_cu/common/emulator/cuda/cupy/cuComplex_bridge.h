@@ -1,5 +1,5 @@
-// Replaces CuPy's header: the functions of cuComplex.h for `complex<T>`, to which
-// `translate_cucomplex=True` translates its types.
+// Replaces CuPy's header: the functions of cuComplex.h for `complex<T>`, to which CuPy's
+// `translate_cucomplex=True` translates the types of cuComplex.h.
 #pragma once
 
 #include <cupy/complex.cuh>
