@@ -8,7 +8,7 @@ without a GPU. A case for `rms_norm`:
     from functools import partial
 
     from cukit.layers import rms_norm
-    from cukit.reference import layers as reference
+    from cukit.reference import norms as reference
     from profiling import peers
     from profiling.case import Case, Workload, itemsize
     from profiling.data import normal
@@ -83,8 +83,8 @@ class Workload:
     """Largest ||out - expected|| / ||expected|| of a correct output."""
 
     views: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """Name of an implementation -> function of its outputs whose value is compared, if not the
-    outputs themselves: for tokens drawn with other random numbers, for example."""
+    """Name of an implementation -> function of its outputs. Its result, instead of the outputs, is
+    compared with `expected`: for tokens drawn with other random numbers, for example."""
 
 
 @dataclass(frozen=True)

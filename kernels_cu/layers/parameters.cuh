@@ -13,9 +13,9 @@ struct TokenStrides {
 // rope
 struct RopeParameters {
   TokenStrides q, k, q_out, k_out;
-  int num_tokens;  // of all batches
+  int num_tokens;  // batch * seq_len
   int seq_len;
-  int max_positions;  // rows of the tables
+  int max_positions;  // rows of the cosine and sine tables
 };
 
 }  // namespace cukit

@@ -15,7 +15,7 @@ constexpr int kBins = 1 << DIGIT_BITS;
 
 CUKIT_DEVICE int digit_of(unsigned int key) { return (key >> SHIFT) & (kBins - 1); }
 
-// The key of a token id. Ids outside [0, num_keys) share the key after the last.
+// The key of a token id. All ids outside [0, num_keys) have the key num_keys.
 template <typename Id>
 CUKIT_DEVICE unsigned int key_of(Id id, int num_keys) {
   return id >= 0 && id < num_keys ? static_cast<unsigned int>(id) : num_keys;

@@ -6,7 +6,7 @@
 // Paper: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
 // Mapping: rows over threads as in rows.cuh; one pass per block. Every element is read from device
 //   memory once.
-// Shared memory: ROWS * THREADS / 32 floats for long rows, static.
+// Shared memory: static, ROWS * THREADS / 32 floats for long rows, ROWS for short ones.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16),
 //   VECS_PER_THREAD, ROWS of rows.cuh; LOADS Cached|Kept|Streaming, the cache policy of x; RESIDUAL
 //   0|1.
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(
       if (vec < num_vecs) cukit::load<cukit::Cache::LOADS>(values[r][i], x + row * cols + vec * VEC);
     }
   }
-  // Several rows per thread share the weight, which is then loaded early, together with x.
+  // With several rows per thread the weight is reused, so it is loaded early, together with x.
   Vector scale[VECS_PER_THREAD];
   const auto load_weight = [&] {
 #pragma unroll

@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) rms_norm_ba
   for (long long first_row = begin; first_row < rows; first_row += stride, turn ^= 1) {
     Vector values[ROWS][VECS_PER_THREAD], grads[ROWS][VECS_PER_THREAD];
     feed.take(values, grads, first_row);
-    float sums[2 * ROWS];  // x^2 and g w x of each row
+    float sums[2 * ROWS];  // of x^2 and of g w x, for each row
 #pragma unroll
     for (int n = 0; n < 2 * ROWS; ++n) sums[n] = 0.0f;
 #pragma unroll

@@ -14,7 +14,7 @@
 
 namespace cukit {
 
-// The row length; with FULL a constant, so that the compiler drops the tests of columns.
+// The row length; with FULL a constant, so that the compiler drops the column bounds checks.
 CUKIT_DEVICE constexpr int row_length(int cols) { return FULL ? kMaxColumns : cols; }
 
 class RowFeed {

@@ -106,7 +106,7 @@ class PassWeights {
 
 // Writes a block's partial column gradient, summed over its groups in a fixed order, to `into` [cols].
 // `sums` holds the sums of this thread's vectors; `scratch` is kColumnScratch floats of shared memory.
-// All threads must call it.
+// All threads of the block must call it.
 constexpr int kMaxColumns = LANES * VECS_PER_THREAD * VEC;
 constexpr int kColumnScratch = kGroups > 1 ? kWarps * kMaxColumns : 1;
 

@@ -1,7 +1,8 @@
 // Sums over runs of equal keys; runs are split at the ends of chunks of SPAN tokens.
 //
-// A run within one chunk is summed there. For a split run every chunk stores a partial sum: row 1
-// of the chunk if the run starts in it, row 0 if it continues from the previous chunk.
+// A run within one chunk needs no partial sum. For a split run every chunk stores a partial sum in
+// parts[chunks, 2, hidden]: in row 1 if the run starts in the chunk, in row 0 if the run continues
+// from the previous chunk.
 //
 // Macros of the kernels that include this file:
 //   DTYPE, OUT float32|float16|bfloat16: elements of the gradients and of the result;

@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_by_digit(
     unsigned int* __restrict__ keys_out,   // [num_tokens]
     int* __restrict__ tokens_out,          // [num_tokens]
     int num_tokens, int num_keys) {
-  __shared__ int places[kWarps][kBins];  // counts of each warp, then its next free destinations
+  __shared__ int places[kWarps][kBins];  // counts per warp; then each warp's next destinations
   __shared__ int starts[kBins];
   __shared__ int warp_sums[kWarps];
   const int lane = threadIdx.x % kWarpSize;

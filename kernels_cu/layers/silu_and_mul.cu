@@ -1,4 +1,5 @@
-// SwiGLU: out = silu(gate) * up, silu(x) = x / (1 + exp(-x)), gate and up the halves of each row of x.
+// SwiGLU: out = silu(gate) * up, with silu(z) = z / (1 + exp(-z)); gate and up are the first and
+// the second half of each row of x.
 //
 // Paper: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
 // Mapping and macros: common/gated.cuh. No shared memory. Minimum architecture: sm_80.

@@ -4,10 +4,10 @@
 //
 // Mapping: the concatenated moves form one sequence of bytes, divided into tiles of
 //   THREADS * VECS * 16 bytes, one tile per block, whatever the sizes of the moves. A warp copies a
-//   contiguous part of the tile, 512 bytes per step. It finds its first move by a 32-way search.
+//   contiguous part of the tile, 512 bytes per step, and finds its first move by a 32-way search.
 // ORDERED: destinations may overlap sources if all moves slide down: sources and destinations
 //   ascend, and every destination is below its source. A byte is then overwritten only by the tile
-//   that reads it or by a later one. One pass is safe in this order: blocks take tiles by an atomic
+//   that reads it or by a later one, so one pass suffices: blocks take tiles in order, by an atomic
 //   ticket; each block reads its whole tile into registers, sets the tile's flag in `progress`,
 //   waits for the flags of all earlier tiles that read from its destination, and writes. Forward
 //   progress: blocks with lower tickets are already running, and read without waiting.
@@ -29,7 +29,7 @@ constexpr int kTileBytes = THREADS / cukit::kWarpSize * kWarpBytes;
 
 struct Move {  // int64 [3] on the host
   long long destination, source;
-  long long first;  // bytes of all moves before it
+  long long first;  // bytes of all moves before this one
 };
 
 // Index of the last of moves[0 .. count) whose `key` is at most `value`, or 0. Warp-collective.
@@ -48,7 +48,7 @@ CUKIT_DEVICE int find_move(const Move* moves, int count, long long Move::*key, l
   return low;
 }
 
-// Number of bytes with sources below `address`. Warp-collective.
+// Number of bytes to copy whose source address is below `address`. Warp-collective.
 CUKIT_DEVICE long long bytes_below(const Move* moves, int num_moves, long long address) {
   const Move* move = moves + find_move(moves, num_moves, &Move::source, address);
   return min(move[1].first, move->first + max(0ll, address - move->source));
@@ -71,8 +71,9 @@ CUKIT_DEVICE Readers find_readers(const Move* moves, int num_moves, long long be
 extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
     unsigned char* base,              // base of all addresses; may be null
     const Move* __restrict__ moves,   // [num_moves + 1]; `first` of the last one is the total size
-    int* progress,  // ORDERED: [1 + tiles] zeros: next ticket; flag per tile. PLANNED: [1]: moves
-    int num_moves) {  // not PLANNED
+    int* progress,    // ORDERED: [1 + tiles] zeros: next ticket, flag per tile. PLANNED: [1]:
+                      // number of moves. Otherwise unused
+    int num_moves) {  // ignored with PLANNED
   __shared__ int ticket;
   int* has_read = progress + 1;
   int tile = blockIdx.x;
@@ -110,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
         readers = find_readers(moves, num_moves, first->destination + tile_begin - first->first,
                                last->destination + last_byte - last->first + kVectorBytes, tile);
       }
-      __syncthreads();  // the tile is read
+      __syncthreads();  // all warps have read their parts of the tile
       if (threadIdx.x == 0) {
         __threadfence();
         atomicExch(has_read + tile, 1);

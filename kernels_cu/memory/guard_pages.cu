@@ -66,7 +66,8 @@ CUKIT_DEVICE unsigned bytes_between(long long begin, long long end) {
 extern "C" __global__ void __launch_bounds__(THREADS) guard_pages(
     unsigned char* base,              // base of all addresses; may be null
     const Page* __restrict__ pages,   // [gridDim.x]
-    int* damage) {  // [gridDim.x, 3] zeros: changed bytes, PAGE_BYTES - first, last + 1 (offsets)
+    int* damage) {  // [gridDim.x, 3] zeros: number of changed bytes, PAGE_BYTES - offset of the
+                    // first, offset of the last + 1
   const Page page = pages[blockIdx.x];
   unsigned char* start = base + page.address;
   int* found = damage + 3 * static_cast<long long>(blockIdx.x);

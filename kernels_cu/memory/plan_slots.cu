@@ -1,17 +1,20 @@
 // Plans the moves of a compaction of buffers of one size, on a grid of slots of that size, so that
 // the copies can start without a round trip to the host.
 //
-//   Pages with a wall stay in use, then the fullest, until all buffers fit. The buffers of the other
-//   pages, in the order of their rows, move to the free slots of the pages in use, in address order.
+//   Pages with a wall (memory that no buffer can move to) stay in use; of the others, the fullest
+//   stay in use until all buffers fit. The buffers of the remaining pages, in the order of their
+//   rows, move to the free slots of the pages in use, in address order.
 //
 // Mapping: one block. Occupied slots and walls are bit masks in shared memory, buffers per page are
 //   counters. The fullest pages are found through a histogram of these counters: all pages above a
 //   threshold stay in use, and of those at the threshold the first few. `rows` and `result` are in
 //   pinned host memory; each row is read once. The kernel runs rarely, so its code is not in the
-//   instruction caches: loops are not unrolled, because fetching longer code would take longer.
+//   instruction caches: only the loop that reads `rows` is unrolled, because longer code takes
+//   longer to fetch.
 // Shared memory: dynamic, (2 * MAX_SLOTS / 32 + MAX_PAGES + MAX_PER_PAGE + 1) * 4 bytes; static,
-//   148 bytes. Macros: THREADS multiple of 32, 32..1024; MAX_SLOTS, MAX_PAGES, MAX_PER_PAGE: most
-//   slots, pages, and slots per page; MIN_GAIN: minimum number of pages to free.
+//   THREADS / 8 + 20 bytes. Macros: THREADS multiple of 32, 32..1024; MAX_SLOTS, MAX_PAGES,
+//   MAX_PER_PAGE: maximum numbers of slots, of pages, and of slots per page; MIN_GAIN: minimum
+//   number of pages to free.
 // Slots and pages have sizes that are powers of two; a page has at least one slot.
 // Minimum architecture: sm_80. Deterministic. Reference: cukit/memory/bookkeeping/slots.py.
 #include "common/platform.cuh"
@@ -32,7 +35,7 @@ struct Request {  // int64 [8] on the host
   long long page_shift;  // log2 of the slots of a page
   long long num_slots;   // a multiple of the slots of a page
   long long num_buffers;
-  long long num_rows;  // of buffers, and empty ones
+  long long num_rows;  // length of `rows`, with the empty ones
   long long num_walls;
   long long unused;
 };
@@ -43,7 +46,7 @@ struct Wall {  // int64 [2] on the host
 
 struct Move {  // int64 [3] on the host
   long long destination, source;
-  long long first;  // bytes of all moves before it
+  long long first;  // bytes of all moves before this one
 };
 
 struct Target {  // int32 [2] on the host
@@ -58,8 +61,8 @@ struct Scratch {
   int misplaced;
 };
 
-// Sum of `value` over the threads before this one; `total` over all. All threads must call it. The
-// barriers also order accesses to memory before and after the call.
+// Sum of `value` over the threads before this one; `total`: over all threads. All threads must call
+// it. Its barriers also order memory accesses before the call and those after it.
 CUKIT_DEVICE int block_sum_before(int value, int* warps, int* total) {
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x / kWarpSize;
@@ -126,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
     const Wall* __restrict__ walls_of,       // [num_walls]: no buffer can move there
     Move* table,                             // [num_rows + 1], for batched_copy
     int* num_moves,                          // [1]
-    int* result,                             // [1]: number of moves; -1: a buffer fits no slot
+    int* result,                             // [1]: number of moves; -1: an address is not a slot's
     Target* targets) {                       // [num_rows]: rows that move, ascending, and their slots
   CUKIT_DYNAMIC_SHARED(unsigned, taken);     // by slot: a buffer or a wall
   __shared__ Scratch scratch;
@@ -229,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
     return;
   }
 
-  // The free slots of the pages in use; more than needed.
+  // The free slots of the pages in use, up to num_rows of them: at least one per move.
   done = 0;
 #pragma unroll 1
   for (int first = 0; first < num_words && done < num_rows; first += THREADS) {
@@ -253,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_slots(
       table[number].destination = request.begin + (slot << slot_shift);
     }
   }
-  // The buffers that move. Row r gets a number of at most r, whose table entry has been read before.
+  // The buffers that move, numbered in row order. The number of row r is at most r, so the source
+  // that a move overwrites has been read.
   done = 0;
 #pragma unroll 1
   for (int first = 0; first < num_rows; first += THREADS) {

@@ -7,9 +7,8 @@
 //
 // Mapping: grid (top_k, parts, batch): adjacent blocks read the same part of grad. Each thread has
 //   kVecs vectors of VEC elements. Shared memory: one float per warp, static.
-// Macros: DTYPE float32|float16|bfloat16; VEC; ACTIVATION
-//   as in bank_combine.cu; THREADS. Minimum architecture: sm_80.
-//   Accumulates in float in a fixed order: deterministic.
+// Macros: DTYPE float32|float16|bfloat16; VEC; ACTIVATION as in bank_combine.cu; THREADS. Minimum
+//   architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/layer_bank.py, layer_bank_backward.
 #include "common/activation.cuh"
 #include "common/platform.cuh"

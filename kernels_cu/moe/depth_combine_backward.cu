@@ -2,7 +2,7 @@
 //
 //   grad_y[b, i] = weight * grad_out[b, indices[b, i]]        grad_weight = sum(y * grad_out)
 //
-// NaN for an index outside the sequence.
+// Both gradients are NaN for an index outside the sequence.
 //
 // Mapping: one thread block per row of y. Shared memory: THREADS / 32 floats, static.
 // Macros: DTYPE float32|float16|bfloat16; VEC elements per access; THREADS.

@@ -23,7 +23,7 @@ constexpr int kWarps = THREADS / cukit::kWarpSize;
 
 static_assert(THREADS >= kBins, "one thread per bin");
 
-// An order-preserving unsigned key: -0 equals 0; NaN is 0, below all others.
+// An order-preserving unsigned key. -0 and 0 have one key; the key of NaN is 0, below all others.
 CUKIT_DEVICE unsigned key_of(T logit) {
   const float value = cukit::to_float(logit) + 0.0f;
   if (value != value) return 0;

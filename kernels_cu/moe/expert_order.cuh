@@ -3,22 +3,22 @@
 // A choice is a pair (token, slot), numbered token * top_k + slot. Its rank is the number of
 // earlier choices of the same expert; its row is
 //
-//   offsets[expert] + rank              without a capacity: experts' rows are contiguous
+//   offsets[expert] + rank              without a capacity: the rows of each expert are contiguous
 //   expert * capacity + rank            with a capacity; -1 (dropped) if rank >= capacity
 //
 // A first kernel counts the choices of each expert in each chunk of tokens. In a second kernel each
 // block adds up the counts of the chunks before its own and places its choices: the result does not
 // depend on the order in which blocks run.
 //
-// The second kernel is a dependent launch, which starts when all blocks of the first are running or
-// have ended. After a router it polls the words that the router writes instead of waiting for the
-// end of that grid: before a block of the router lets the second kernel start, it fills its words
-// with a value that is never a result. Polling is safe, because all blocks that write are running.
-// A chunk of more choices than threads is not polled (Choices::polled). After count_experts, which
-// is too short to fill its words first, the second kernel waits for the end of that grid before it
-// reads the counts.
+// The second kernel is a programmatic dependent launch: it starts when all blocks of the first are
+// running or have ended. If the first kernel is a router, the second polls the words that the
+// router writes instead of waiting for the end of the router's grid: each block of the router fills
+// its words with a value that is never a result before it lets the second kernel start. Polling
+// cannot deadlock, because all blocks that write are running. Chunks with more choices than threads
+// are not polled (Choices::polled). If the first kernel is count_experts, which is too short to
+// fill its words first, the second waits for the end of that grid before it reads the counts.
 //
-// Macros: BINS, the most experts: a power of two, at least 32; THREADS.
+// Macros: BINS, the maximum number of experts: a power of two, at least 32; THREADS.
 #pragma once
 
 #include "common/platform.cuh"
@@ -34,8 +34,8 @@ constexpr int kBinsPerLane = BINS / kWarpSize;
 
 // Shared memory of a block that places choices.
 struct OrderTables {
-  int earlier[BINS];         // choices of each expert in earlier chunks; then its next row
-  int others[BINS];          // in this chunk and later ones
+  int earlier[BINS];         // choices per expert in earlier chunks; then its first row in this one
+  int others[BINS];          // choices per expert in this chunk and later ones
   int ranks[kWarps * BINS];  // [warp][expert]: choices of the previous warp, then next ranks
 };
 
@@ -56,9 +56,9 @@ struct OrderResult {
   float* weights;  // [num_tokens, top_k], set to 0 for dropped choices; may be null
 };
 
-// The counts of a chunk: words of four 16-bit counts; word w has experts w, w + words, ... A
-// count is at most kMaxCount, so that sums of kWordsPerSum words do not carry and no word equals
-// kNoCounts.
+// The counts of a chunk: words of four 16-bit counts; word w has experts w, w + words, ..., where
+// `words` is the number of words of a chunk. A count is at most kMaxCount, so that sums of
+// kWordsPerSum words do not carry and no word equals kNoCounts.
 using CountWord = unsigned long long;
 constexpr int kWordsPerSum = 4;
 constexpr int kMaxCount = 16383;
@@ -71,8 +71,8 @@ CUKIT_DEVICE int count_words(int num_experts) { return (num_experts + 3) / 4; }
 constexpr bool kCountsFit = BINS / 4 <= THREADS;
 
 // A chunk's tokens and choices, and this warp's contiguous part of the choices, one choice per lane
-// and round. Indices are relative to the chunk's first token or choice: near 2^31 tokens, absolute
-// indices beyond the end would overflow.
+// and round. own_first and own_end are relative to `first`, because absolute indices beyond the
+// last choice can overflow an int.
 struct Choices {
   int first_token, tokens;
   int first, count;
@@ -175,7 +175,8 @@ CUKIT_DEVICE void sum_counts(OrderTables& tables, const CountWord* counts, int c
   }
 }
 
-// A lane's first choice: its expert, or an invalid one, and the lanes of the warp with the same.
+// The expert of a lane's first choice (BINS if the lane has no choice), and the lanes of the warp
+// with the same expert.
 struct FirstChoice {
   unsigned expert, peers;
 };
@@ -184,9 +185,9 @@ CUKIT_DEVICE unsigned same_expert(unsigned expert, int num_experts) {
   return __match_any_sync(kFullMask, expert < num_experts ? expert : BINS);
 }
 
-// Adds the choices of each warp to the next warp's row of ranks. experts: of the chunk's choices;
-// Polls: reads them until the router has written them. Called by all threads after clear_tables and a
-// barrier; the caller synchronises afterwards.
+// Adds the choices of each warp to the next warp's row of ranks. experts: those of the chunk's
+// choices. Polls: rereads each expert until the router has written it. Called by all threads after
+// clear_tables and a barrier; the caller synchronises afterwards.
 template <bool Polls>
 CUKIT_DEVICE FirstChoice count_warps(OrderTables& tables, const int* experts, const Choices& choices,
                                      int num_experts) {
@@ -212,8 +213,9 @@ CUKIT_DEVICE FirstChoice count_warps(OrderTables& tables, const int* experts, co
   return first;
 }
 
-// Replaces the warps' choices by ranks within the chunk. Called by all threads after count_warps and
-// a barrier; the caller synchronises afterwards.
+// Replaces the counts of each warp in tables.ranks by prefix sums: the rank, within the chunk, of
+// the warp's first choice of each expert. Called by all threads after count_warps and a barrier;
+// the caller synchronises afterwards.
 CUKIT_DEVICE void rank_warps(OrderTables& tables, const Choices& choices, int num_experts) {
   for (int bin = threadIdx.x; bin < num_experts; bin += THREADS) {
     int rank = 0;

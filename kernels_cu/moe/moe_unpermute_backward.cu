@@ -3,6 +3,7 @@
 //   grad_y[rows[t, s]] = weights[t, s] * grad_out[t]
 //   grad_weights[t, s] = grad_out[t] . y[rows[t, s]]
 //
+// A choice with rows[t, s] < 0 has no row in grad_y, and its gradient in grad_weights is 0.
 // Mapping: one warp per choice (t, s), THREADS / 32 choices per block: adjacent choices share a
 //   token, whose grad_out hits L1. No shared memory.
 // Macros: DTYPE float32|float16|bfloat16; VEC elements per access; THREADS; VECS_PER_THREAD

@@ -15,10 +15,10 @@
 #include "moe/router_losses.cuh"
 
 static_assert(cukit::kCountsFit, "a thread reads at most one word of a chunk at once");
-static_assert(POLLS || !LOSSES, "losses are a router's");
+static_assert(POLLS || !LOSSES, "only a router has losses");
 
-// With 1024 threads, at most 32 registers per thread: a block of the first kernel with as many threads
-// and registers then fits on the same SM.
+// With 1024 threads, at most 32 registers per thread, so that a block of the first kernel with 1024
+// threads and 32 registers also fits on the SM.
 extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1) order_experts(
     const int* experts,                     // [num_tokens, top_k]
     const cukit::CountWord* chunk_counts,   // [chunks, ceil(num_experts / 4)]
@@ -53,7 +53,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 1024 ? 2 : 1) o
   cukit::sum_counts(tables, chunk_counts, chunks, chunk, p.num_experts);
   __syncthreads();
   cukit::scan_tables(tables, result, p, chunk == 0);
-  if (weights != nullptr) cukit::wait_for_previous_grids();  // dropped weights become 0
+  // The weights of dropped choices become 0, after the router has written them.
+  if (weights != nullptr) cukit::wait_for_previous_grids();
   cukit::place_choices(tables, own, choices, p, result, first);
-  cukit::wait_for_previous_grids();  // the next kernel may read what the first one wrote
+  // Kernels after this one may read results of the first kernel.
+  cukit::wait_for_previous_grids();
 }

@@ -10,7 +10,7 @@ namespace cukit {
 struct RoutingParameters {
   int num_tokens, num_experts, top_k;
   int chunk;     // tokens per block
-  int capacity;  // rows per expert; 0: each expert has as many rows as choices
+  int capacity;  // rows per expert; 0: no limit, one row per choice
 };
 
 // topk_router_backward
@@ -30,8 +30,8 @@ struct PermuteParameters {
 // bank_means, bank_logits, bank_combine, bank_combine_backward
 struct BankParameters {
   int batch, seq_len, dim, top_k, num_layers;
-  int parts;  // into which a sample's tokens (bank_means, bank_logits) or vectors
-              // (bank_combine_backward) are divided
+  int parts;  // number of parts into which the tokens (bank_means, bank_logits) or the vectors
+              // (bank_combine_backward) of a sample are divided
 };
 
 }  // namespace cukit

@@ -1,9 +1,9 @@
 // The scores of a token's experts, held by a warp: lane l has experts l * kPerLane to
 // l * kPerLane + kPerLane - 1, so that among equal scores the lowest lane holds the lowest expert.
 //
-// Macros: DTYPE float32|float16|bfloat16 of the logits; BINS, the most experts: a power of two, at
-//   least 32; VEC logits per access, a divisor of num_experts and of BINS / 32; SCORING
-//   Softmax|Sigmoid.
+// Macros: DTYPE float32|float16|bfloat16 of the logits; BINS, the maximum number of experts: a
+//   power of two, at least 32; VEC logits per access, a divisor of num_experts and of BINS / 32;
+//   SCORING Softmax|Sigmoid.
 #pragma once
 
 #include "common/platform.cuh"
@@ -32,7 +32,7 @@ struct LogitRow {
     }
   }
 
-  // With -infinity beyond the last expert. -0 becomes 0, so that both rank equal.
+  // The logits as floats, -infinity beyond the last expert. -0 becomes 0, so that both rank equal.
   CUKIT_DEVICE void convert(float (&logits)[kPerLane], int num_experts) const {
     const int first = threadIdx.x % kWarpSize * kPerLane;
 #pragma unroll
@@ -56,8 +56,8 @@ CUKIT_DEVICE float number_of(unsigned key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// Maximum and sum of a row's softmax. Probabilities are NaN if the row has a NaN or +infinity, or
-// only -infinity.
+// The largest logit of a row, and the sum of exp(logit - largest). Probabilities are NaN if the row
+// has a NaN or +infinity, or only -infinity.
 struct RowSoftmax {
   float largest, sum;
 
@@ -74,7 +74,7 @@ struct RowSoftmax {
     sum = warp_reduce<Sum>(sum);
   }
 
-  // Relative to the largest probability.
+  // The probability divided by the largest probability.
   CUKIT_DEVICE float relative(float logit) const { return expf(logit - largest); }
   CUKIT_DEVICE float probability(float logit) const { return expf(logit - largest) / sum; }
   CUKIT_DEVICE float log_sum_exp() const { return largest + logf(sum); }

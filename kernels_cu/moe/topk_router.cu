@@ -10,12 +10,12 @@
 // experts are still valid.
 //
 // Mapping: one block per chunk of tokens, one warp per token at a time (router_scores.cuh). A
-//   choice takes one maximum over the warp, of the ranked values as ordered integers, and a ballot. WHOLE:
-//   the grid is one block, which also orders the choices; otherwise order_experts.cu orders them
-//   from `experts` and `chunk_counts`; its blocks may already be resident on the same SMs and poll
-//   both arrays.
+//   choice takes one maximum over the warp, of order-preserving integer keys, and a ballot.
+//   WHOLE: the grid is one block, which also orders the choices. Otherwise order_experts.cu orders
+//   the choices; its blocks may already be resident on the same SMs, and poll `experts` and
+//   `chunk_counts`.
 // Shared memory: 4 * BINS * (THREADS / 32 + 2) + 8 * THREADS bytes, with WHOLE 4 * MAX_CHOICES
-//   more; static.
+//   more, with LOSSES THREADS / 8 more; static.
 // Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
 //   BLOCKS_PER_SM 1|2 (2 leaves registers for a block of order_experts); MAX_CHOICES, an upper
 //   bound of num_tokens * top_k with WHOLE. top_k is at most 32. Minimum architecture: sm_80.
@@ -49,9 +49,9 @@ struct Chosen {
   int expert;
 };
 
-// How a lane finds the best of its remaining experts; among equal ones the lowest index. A few
-// experts are sorted once, which halves the instructions of a choice; with many, each choice
-// searches for the best.
+// How a lane finds the best of its remaining experts; among equal ones the lowest index. Up to 8
+// experts per lane are sorted once, which halves the instructions of a choice; with more, each
+// choice searches for the best.
 enum class Search { Packed, Sorted, Scan };
 constexpr Search kSearch = kPerLane <= 4   ? Search::Packed
                            : kPerLane <= 8 ? Search::Sorted
@@ -94,7 +94,7 @@ struct Candidates {
   unsigned packed;
 };
 
-// The same with sorted pairs.
+// The same as sorted pairs of key and expert.
 template <>
 struct Candidates<Search::Sorted> {
   CUKIT_DEVICE explicit Candidates(const unsigned (&keys)[kPerLane]) {
@@ -162,7 +162,7 @@ struct Candidates<Search::Scan> {
   }
 };
 
-// Sums over the tokens of a warp.
+// Sums over the tokens of a warp, for the losses.
 struct TokenSums {
   float probability[kPerLane] = {};  // of each expert of the lane
   float z = 0.0f;

@@ -1,10 +1,13 @@
 // Gradient of topk_router with respect to the logits.
 //
-//   dL/dscore = grad_weights at the choices, through the division by their sum with RENORMALIZE
-//             + grad_balance_loss * num_experts / num_tokens * share[e], through the mean's divisor
-//   dL/dlogit = through softmax or sigmoid, + grad_z_loss * 2 / num_tokens * log_sum_exp * softmax
+//   dL/dscore = grad_weights at the choices, with RENORMALIZE through the division by their sum
+//             + grad_balance_loss * num_experts / num_tokens * share[e], with Sigmoid through the
+//               division of the scores by their sum over the experts
+//   dL/dlogit = dL/dscore through softmax or sigmoid
+//             + grad_z_loss * 2 / num_tokens * log_sum_exp * softmax
 //
-// The choices and their counts are treated as constants.
+// share[e]: the fraction of all choices that selected e. The loss terms need LOSSES. The choices
+// and their counts are treated as constants; the weight of a dropped choice has no gradient.
 // Mapping: one warp per token (router_scores.cuh), THREADS / 32 tokens per block. No shared memory.
 // Macros: router_scores.cuh; RENORMALIZE, LOSSES 0|1; THREADS. Minimum architecture: sm_80.
 // Computes in float; deterministic. Reference: cukit/reference/moe.py, topk_router_backward.

@@ -4,7 +4,8 @@
 //   value = (code - zero point) * scale      code = round(value * (1 / scale) + zero point)
 //
 // Computed in float. Values are rounded to their dtype; codes are rounded half to even and
-// saturate.
+// saturate. When encoding, 1 / scale is 1 for zero and subnormal scales, and the integer code of a
+// NaN is 0.
 // Mapping: a thread processes ITEMS vectors of 16 bytes of values, THREADS apart, and loads all of
 //   them before it uses the first.
 // Shared memory: none.

@@ -1,14 +1,15 @@
 // Scales and codes of blocks of a matrix, in one pass over the values: rows (tokens, output
 // channels), groups of a row (32, 64, 128), tiles (128x128).
 //
-// Equations and rounding: common/quant/scales.cuh. clip="mse": of CANDIDATES fractions of the
-// range, the one with the least sum of squared errors.
+// Equations and rounding: common/quant/scales.cuh. clip="mse" clips the range of a block to the one
+// of CANDIDATES fractions that has the least sum of squared errors.
 // Formats: common/quant/codes.cuh. Tiles and 1x128 groups as in DeepSeek-V3, arXiv:2412.19437.
 // Mapping: a team of TEAM adjacent threads processes UNITS blocks of values; a thread block has
 //   THREADS / TEAM teams. A thread holds ITEMS vectors of 16 bytes of each block of values, TEAM
 //   vectors apart, all loaded before the first is used. HELD 0: blocks that do not fit into the
 //   registers of a team are processed in parts and read again, from L2, for every sweep.
-// Shared memory: THREADS / 32 words per extreme, static, for teams larger than a warp.
+// Shared memory: static; if TEAM is THREADS, THREADS / 32 words, with CANDIDATES above 1 twice
+// that.
 // Macros: those of common/quant/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS:
 //   extents of a block, 0 for any; FLAT 0|1: blocks divide the rows evenly, with no padding bytes
 //   in the codes; THREADS; TEAM a power of two up to 32, or THREADS; UNITS up to TEAM, 1 if TEAM is
@@ -149,8 +150,8 @@ class Block {
   int lane_;
 };
 
-// The fraction of the range with the least error, for a team; every thread of the block must call
-// it.
+// The fraction of the range with the least error, for a team; every thread of the thread block must
+// call it.
 CUKIT_DEVICE float best_part(Block& block, const Extremes& extremes, const T* x,
                              const cukit::BlockedMatrices& at, float* scratch) {
   float least = cukit::infinity();

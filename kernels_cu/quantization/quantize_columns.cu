@@ -46,7 +46,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_columns(
   x += (matrix * at.rows + first) * at.cols + col;
   storage += (matrix * at.rows + first) * at.storage_cols + col / cukit::kCodesPerByte;
 
-  // Calls f(vector, its row) for every row of this thread, with ITEMS loads in flight.
+  // Calls f(vector, row) for every row of this thread, with ITEMS loads in flight. The last rows
+  // may be beyond the block; their vectors are 0.
   const auto sweep = [&](auto f) {
     for (long long row = row_thread; row < rows; row += kRowThreads * ITEMS) {
       cukit::Values values[ITEMS];

@@ -5,7 +5,7 @@
 //   consecutive vectors of 16 bytes. tensor_codes runs the rounds backwards, starting with the data
 //   that tensor_extremes left in L2. Each of its blocks combines all extremes of its tensor, which
 //   needs no initialisation and no atomics.
-// Shared memory: THREADS / 32 words, twice as many with ZERO_POINTS, static.
+// Shared memory: THREADS / 32 words, twice that with ZERO_POINTS, static.
 // Macros: those of common/quant/scales.cuh and quantization/access.cuh; THREADS a multiple of 32;
 //   ITEMS: vectors that a thread loads at once.
 // Minimum architecture: sm_80 (FP8 rounding is done in software before sm_89). Deterministic.

@@ -1,7 +1,8 @@
-// The atoms of a row (row.cuh), distributed over the warps. One pass over the row yields the sums of all atoms, and
-// thus the total weight of the row. Without truncation a draw needs no second pass: the random number selects an atom,
-// and one warp rereads that atom's logits and selects the token. A draw with other weights, such as those of the tokens
-// above a cut, makes another pass over the row, which replaces the sums by those of the other weights.
+// The atoms of a row (row.cuh), distributed over the warps. One pass over the row yields the sums
+// of all atoms, and thus the total weight of the row. Without truncation a draw needs no second
+// pass: the random number selects an atom, and one warp rereads that atom's logits and selects the
+// token. A draw with other weights, such as the weights of only the tokens above a cut, makes
+// another pass over the row, which replaces the sums.
 #pragma once
 
 #include "common/platform.cuh"
@@ -19,10 +20,11 @@ class Atoms {
     end_ = min(begin_ + row.atoms_per_block(), row.atoms());
   }
 
-  // Calls visit(round, atom, vectors, first, most) with the logits of each atom of this warp: the first token of
-  // this lane, and its largest logit. In a round without an atom, `most` is -infinity and `atom` is -1.
-  // spread: each warp has consecutive atoms, so that those of a round are spread over the row. Otherwise the atoms of a
-  // round are consecutive.
+  // Calls visit(round, atom, vectors, first, most) for each atom of this warp. vectors: this lane's
+  // logits of the atom; first: the first token of this lane; most: the largest logit of this lane.
+  // In a round without an atom, `most` is -infinity and `atom` is -1.
+  // spread: each warp has consecutive atoms, so that the atoms of a round are spread over the row.
+  // Otherwise the atoms of a round are consecutive.
   template <bool spread, typename Visit>
   CUKIT_DEVICE void each(const Visit& visit) const {
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
@@ -57,8 +59,9 @@ class Atoms {
     if (sum.sum > 0) sum.sum -= term.value();
   }
 
-  // Sums the weights weigh(logit, token, other) over the row, and replaces the sums of the atoms, for find(). `other`
-  // is the result of weigh.other(token), which is loaded first.
+  // Sums the weights weigh(logit, token, other) over the row, and replaces the sums of the atoms,
+  // for find(). `other` is the result of weigh.other(token), which is loaded before the weights are
+  // computed.
   template <typename WeightOf>
   CUKIT_DEVICE Team::Sum sum(const WeightOf& weigh) {
     uint64 own = 0;
@@ -82,7 +85,8 @@ class Atoms {
     return team_.sum(own);
   }
 
-  // Calls winner(logit, token) for the token at `place` of sum(weigh).
+  // Calls winner(logit, token) for the token whose range of prefix sums of sum(weigh) contains
+  // `place`.
   template <typename WeightOf, typename Winner>
   CUKIT_DEVICE void find(const Team::Sum& sum, uint64 place, const WeightOf& weigh,
                          const Winner& winner) const {
@@ -126,7 +130,7 @@ class Atoms {
   // Whether sum() includes all tokens.
   CUKIT_DEVICE bool complete() const { return true; }
 
-  // Replaces the sum of an atom, which total() and draw() no longer need, by another.
+  // Replaces the sum of an atom. After this, total() and draw() must not be called.
   CUKIT_DEVICE void replace(int atom, uint64 sum) {
     if (threadIdx.x % kWarpSize == 0) sums_[atom - begin_].sum = sum;
   }
@@ -140,7 +144,8 @@ class Atoms {
     return team_.sum(own);
   }
 
-  // Calls winner(logit, token) for the token at `place` of the `sum` of total().
+  // Calls winner(logit, token) for the token whose range of prefix sums contains `place`. `sum`:
+  // the result of total().
   template <typename Winner>
   CUKIT_DEVICE void draw(const Team::Sum& sum, uint64 place, float largest, float slope,
                          const Winner& winner) const {

@@ -1,9 +1,11 @@
-// Finds the first (most likely) tokens of a row, at most 128, sorted, in a single pass over the row.
+// Finds the first (most likely) tokens of a row, at most 128, sorted, usually in a single pass over
+// the row.
 //
-// A block streams the row through registers. After the first round the largest logits of 128 groups of threads
-// yield a threshold that at least `want` tokens reach; tokens at or above it are appended to a list in shared
-// memory. At the end the threshold is recomputed from all rounds. Each listed token that reaches it is ranked by
-// counting the entries before it, and is stored at that rank.
+// A block streams the row through registers. After the first round the largest logits of 128 groups
+// of threads yield a threshold that at least `want` tokens reach; tokens at or above it are
+// appended to a list in shared memory. At the end the threshold is recomputed from all rounds. Each
+// listed token that reaches the final threshold is ranked by counting the entries before it, and is
+// stored at that rank.
 //
 // If the list overflows, e.g. because logits increase along the row, a second pass fills it with the final
 // threshold. If it overflows again (thousands of equal logits), the caller uses select.cuh.
@@ -29,8 +31,8 @@ class Best {
         atoms_(atoms),
         list_(reinterpret_cast<uint64*>(space.bins), &space.cursor, kStreamed) {}
 
-  // Stores the first `want` tokens in the workspace's list, sorted, padded with kNoRank, without tokens of logit
-  // -infinity. weigh: also store the atoms' sums, with `slope`.
+  // Stores the first `want` tokens in the workspace's list, sorted, padded with kNoRank; tokens
+  // with logit -infinity are omitted. weigh: also store the atoms' sums, with `slope`.
   CUKIT_DEVICE Streamed collect(int want, bool weigh, float slope) {
     float limit = 0.0f, largest = -infinity();
 #pragma unroll 1
@@ -80,8 +82,9 @@ class Best {
   static constexpr int kGroups = THREADS < kMaxBest ? THREADS : kMaxBest;
   static constexpr int kTogether = THREADS / kGroups;  // threads per group
 
-  // A threshold that `want` tokens of the block reach, if that many are above -infinity: the want-th largest
-  // of the groups' maxima. `largest`: the maximum of this thread. Contains barriers.
+  // A threshold that at least `want` tokens reach, if `want` tokens are above -infinity: the
+  // want-th largest of the groups' maxima, or the lowest finite float if there are fewer groups.
+  // `largest`: the maximum of this thread. Contains barriers.
   CUKIT_DEVICE float bound(float largest, int want) {
     unsigned key = descending_key(largest + 0.0f);
 #pragma unroll

@@ -1,11 +1,12 @@
-// Lists the candidates of a truncated draw, usually in a single pass over a row: all tokens above a threshold, thousands
-// if necessary. select.cuh then selects from the list in shared memory.
+// Lists the candidates of a truncated draw, usually in a single pass over a row: all tokens above a
+// threshold, thousands if necessary. select.cuh then selects from the list in shared memory.
 //
-// The first round samples logits all over the row. A histogram of the sample yields the threshold: as high as the
-// options permit, minus a margin, but not so low that the list is expected to overflow. Whether the listed tokens
-// suffice is decided exactly afterwards. If they weigh less than top_p requires, a second pass sums the weights of the
-// tokens above an interval that should contain the last kept token, and lists those within it. If according to the
-// sample one pass will not suffice, the first pass lists nothing.
+// The first round samples logits from the whole row. A histogram of the sample yields the
+// threshold: as high as the options permit, minus a margin, but not so low that the list is
+// expected to overflow. Whether the listed tokens suffice is decided exactly afterwards. If they
+// weigh less than top_p requires, a second pass sums the weights of the tokens above an interval of
+// logits that should contain the last kept token, and lists the tokens within the interval. If the
+// sample shows that one pass will not suffice, the first pass lists nothing.
 #pragma once
 
 #include "common/platform.cuh"
@@ -55,7 +56,7 @@ class Candidates {
   // False if the first pass lists nothing.
   CUKIT_DEVICE bool lists() const { return limit_ < infinity(); }
 
-  // Whether all tokens of a weight of at least `min_weight`, or all above -infinity, are listed.
+  // Whether the list has all tokens with a weight of at least `min_weight`, or all above -infinity.
   CUKIT_DEVICE bool covers(uint64 min_weight, float largest, float slope) const {
     if (limit_ == kLowest) return true;
     const float weight = exp2f((limit_ - largest) * slope) * 1.001f;
@@ -73,8 +74,9 @@ class Candidates {
   }
   CUKIT_DEVICE int columns() const { return row_.columns(); }
 
-  // The second pass. Returns false if the list overflows, or if the tokens above the listed ones already weigh
-  // `target`; otherwise subtracts their weight from `target`. total: the weight of all tokens.
+  // The second pass. Returns false if the list overflows, or if the tokens above the interval weigh
+  // at least `target`; otherwise subtracts their weight from `target`. total: the weight of all
+  // tokens.
   CUKIT_DEVICE bool narrow(uint64& target, uint64 total, float largest, float slope, int capacity) {
     list_.clear();
     float lower = 0.0f;
@@ -119,7 +121,8 @@ class Candidates {
     uint64 total;
   };
 
-  // Whether the list has all kept tokens: false after narrow(), which sums the weights of those above it.
+  // Whether the list has all kept tokens: false after narrow(), which does not list the tokens
+  // above its interval.
   CUKIT_DEVICE bool complete() const { return upper_ == infinity(); }
 
   // Sums the weights weight_of(logit, token) by atom: those of the list and, unless it is complete, the sums of
@@ -162,8 +165,9 @@ class Candidates {
     return sums;
   }
 
-  // Calls winner(logit, token) for the token at `place` of sum(weight_of), in order of token id: the sums of the atoms
-  // select an atom, which is read again.
+  // Calls winner(logit, token) for the token whose range of prefix sums contains `place`, in order
+  // of token id. `sum`: the result of sum(weight_of). The sums of the atoms select an atom, which
+  // is read again.
   template <typename WeightOf, typename Winner>
   CUKIT_DEVICE void find(const Sum& sum, uint64 place, const WeightOf& weight_of, const Winner& winner) {
     unsigned message[kMessage] = {};
@@ -206,7 +210,8 @@ class Candidates {
     return static_cast<float>(columns()) / static_cast<float>(sampled * (kSampled * kWarpSize * VEC));
   }
 
-  // The largest number of sampled tokens such that all tokens they represent are expected to fit in the list.
+  // The largest number of sampled tokens for which the tokens that they represent are expected to
+  // fit in the list; infinity if the list can hold the whole vocabulary.
   CUKIT_DEVICE float room_for(int capacity) const {
     const float full = static_cast<float>(capacity) / tokens_per_sample();
     return capacity < columns() ? full - kDeviations * sqrtf(full) : infinity();
@@ -235,8 +240,8 @@ class Candidates {
     return here;
   }
 
-  // Counts, in bins by distance from `largest`, the sampled tokens: this lane's first vectors of an atom. Returns the
-  // counts of this thread's bins, and clears them.
+  // Counts the sampled tokens (this lane's first vectors of an atom) in bins by distance from
+  // `largest`. Sets `counts` to the counts of this thread's bins, and clears the bins.
   template <int N>
   CUKIT_DEVICE void sample(uint64 (&counts)[N], const Row::Atom& vectors, int first, float most,
                            float largest, float slope) {
@@ -266,8 +271,8 @@ class Candidates {
     return static_cast<uint64>(static_cast<float>(count) * exp2f(kBinScale - octave));
   }
 
-  // The threshold, from a sample; infinity, if only top_p truncates, when the tokens that fit in the list fall short
-  // of top_p by more than half of 1 - top_p. Contains barriers.
+  // The threshold, from a sample. If only top_p truncates, and the tokens that fit in the list fall
+  // short of top_p by more than half of 1 - top_p, infinity. Contains barriers.
   CUKIT_DEVICE float bound(const Row::Atom& vectors, int first, float most, const Demand& demand,
                            int capacity, float slope) {
     const float largest = logit_of(team_.least(descending_key(most + 0.0f)));
@@ -312,8 +317,9 @@ class Candidates {
     return largest - static_cast<float>(space_.limit + 1) / kPerOctave / slope;
   }
 
-  // An interval [lower, upper_) of logits that should contain the last kept token: from a sample, around the bin below
-  // which the tokens weigh `below`. Contains barriers.
+  // Sets `lower` and `upper_` to an interval [lower, upper_) of logits that should contain the last
+  // kept token. From a sample: around the bin below which the tokens have the total weight `below`.
+  // Contains barriers.
   CUKIT_DEVICE void interval(const Row::Atom& vectors, int first, float most, float largest, float slope,
                              uint64 below, int capacity, float& lower) {
     constexpr int kPer = kBins / THREADS;

@@ -1,5 +1,6 @@
-// The tokens that verified drafts append to each request: the drafts before the first rejected one, and the
-// token drawn in its place or, if all are accepted, after the last.
+// The tokens that the verification of drafts appends to each request: the drafts before the first
+// rejected one, then the token drawn in place of the rejected draft or, if all are accepted, after
+// the last draft.
 //
 // Mapping: one thread per request. Macros: THREADS. Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, speculative_verify.

@@ -1,9 +1,11 @@
 // Counts how often each token was generated, and marks the tokens that occur in the history at all.
 //
-//   counts[request, v] = #{i >= prompt_length : history[request, i] == v} + 2^31 (v in history[request])
+//   counts[request, v] = #{i >= prompt_length : history[request, i] == v}
+//                      + (2^31 if v occurs in history[request])
 //
-// Mapping: grid (chunks of the vocabulary, requests); a block clears its chunk and then counts the tokens of
-//   the history that fall into it. Ids outside the vocabulary, such as -1, are ignored.
+// Mapping: grid (chunks of the vocabulary, requests); a block clears its chunk and then counts the
+//   tokens of the history that are in its chunk. Ids outside the vocabulary, such as -1, are
+//   ignored.
 // Macros: THREADS. Minimum architecture: sm_80. Integers: deterministic.
 // Reference: cukit/reference/sampling.py, count_tokens.
 #include "common/platform.cuh"

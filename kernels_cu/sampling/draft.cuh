@@ -9,9 +9,10 @@ namespace cukit {
 
 struct Draft {
   int token;           // -1: none, e.g. outside the vocabulary
-  const float* probs;  // [vocab_size], the distribution that it was drawn from; null: the token is certain
+  const float* probs;  // [vocab_size]: the draft's distribution; null: probability 1 for `token`
 
-  // True with probability min(1, p / q), with p = weight / total and the draft's probability q. bits: uniform.
+  // True with probability min(1, p / q), with p = weight / total and the draft's probability q.
+  // bits: a uniform random integer of 64 bits.
   CUKIT_DEVICE bool accepted(Weight weight, Weight total, Weight bits) const {
     const double expected = probs == nullptr || token < 0 ? 1.0 : probs[token];
     const double uniform = static_cast<double>(bits >> 11) * 1.1102230246251565e-16;  // 2^-53

@@ -22,16 +22,16 @@ class List {
     if (threadIdx.x == 0) *cursor_ = 0;
   }
 
-  // Appends this lane's tokens of an atom with logits of at least `limit`. There are few, so a rolled loop reloads
-  // them: unrolled code would cost instruction fetches.
+  // Appends this lane's tokens of an atom with logits of at least `limit`. Few tokens reach it, so
+  // a rolled loop reloads them one by one: unrolled code would take more time to fetch.
   CUKIT_DEVICE void append(const Row& row, const Row::Atom& vectors, int first, float limit) const {
     const unsigned reaching = within(row, vectors, first, limit, infinity());
     if (reaching == 0) return;
     store<1>(row, first, reaching, atomicAdd(cursor_, static_cast<unsigned>(__popc(reaching))));
   }
 
-  // The same for many tokens, with logits below `upper`: one atomic operation for a warp, all of whose lanes call it,
-  // and four loads at a time.
+  // The same for many tokens, with logits also below `upper`: one atomic operation per warp, and
+  // four loads in flight. All lanes of the warp must call it.
   CUKIT_DEVICE void append_many(const Row& row, const Row::Atom& vectors, int first, float limit,
                                 float upper) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -63,7 +63,7 @@ class List {
     return reaching;
   }
 
-  // Stores the tokens of these bits from entry `at` on. together: loads in flight.
+  // Stores the tokens of the set bits of `reaching` from entry `at` on. together: loads in flight.
   template <int together>
   CUKIT_DEVICE void store(const Row& row, int first, unsigned reaching, unsigned at) const {
 #pragma unroll 1

@@ -8,9 +8,9 @@ namespace cukit {
 // sample. Options of all requests; an array of per-request values, if given, overrides an option.
 struct SampleParameters {
   unsigned long long seed;  // of request 0; request r has seed + r
-  unsigned long long step;
+  unsigned long long step;  // of the first row of each request; every further row adds 1
   int num_rows, vocab_size;
-  int capacity;             // tokens of the list of candidates
+  int capacity;             // maximum tokens in the list of candidates
   int logprobs;             // 1: log-probability of the drawn token
   int top_n;                // number of most likely tokens listed with log-probabilities
   int rows_per_request;     // rows that share a request's options: 1, or draft tokens + 1

@@ -1,13 +1,14 @@
 // A row of logits, distributed over the warps of a block or of a cluster.
 //
-// Each warp has consecutive atoms, and its lane l holds vectors l, l + 32, ... of them, so that a prefix sum over warps
-// is a prefix sum over tokens.
+// An atom is ATOM * 32 * VEC consecutive tokens, a number that depends on the vocabulary size alone
+// (_plan.py). Its sum of exponentials is an integer: the same for any split of the row.
 //
-// Macros: DTYPE; VEC, logits per access, a divisor of the vocabulary size; THREADS, CLUSTER; RESIDENT 0|1:
-// keep the row in shared memory, as floats; PENALIZED 0|1; ATOM, vectors per lane in an atom.
+// Each warp has consecutive atoms, and its lane l holds vectors l, l + 32, ... of them, so that a
+// prefix sum over warps is a prefix sum over tokens.
 //
-// An atom is ATOM * 32 * VEC consecutive tokens; their number depends on the vocabulary size alone (_plan.py). Its sum
-// of exponentials is an integer: the same for any split of the row.
+// Macros: DTYPE; VEC, logits per access, a divisor of the vocabulary size; THREADS, CLUSTER;
+// RESIDENT 0|1: keep the row in shared memory, as floats; PENALIZED 0|1; ATOM, vectors per lane in
+// an atom.
 #pragma once
 
 #include "common/platform.cuh"
@@ -47,8 +48,9 @@ constexpr int kAccessesOf8 = VEC >= 8 || ATOM == 1 ? 1 : 8 / VEC < ATOM ? 8 / VE
 
 constexpr int kAtomScale = 45;
 
-// A sum of terms 2^((x - largest) slope) in units of 2^-kAtomScale. Each term is rounded to an integer before it is
-// added, high * 2^23 + low, so that the sum does not depend on the order. A term has up to 24 significant bits.
+// A sum of terms 2^((x - largest) slope) in units of 2^-kAtomScale. Each term is rounded to an
+// integer high * 2^23 + low before it is added, so that the sum does not depend on the order. A
+// term has up to 24 significant bits.
 class TermSum {
  public:
   CUKIT_DEVICE void add(float term) {
@@ -62,7 +64,7 @@ class TermSum {
   }
 
  private:
-  // The units of a sum with kHigh are 2^-22, of one with kLow 2^-45.
+  // Adding kHigh rounds to a multiple of 2^-22, adding kLow to a multiple of 2^-45.
   static constexpr float kHigh = 3.0f, kLow = 3.5762786865234375e-7f;
   static constexpr unsigned kHighBits = 0x40400000u, kLowBits = 0x34c00000u;
   unsigned high_ = 0;
@@ -169,7 +171,7 @@ class Row {
   }
   CUKIT_DEVICE int column_of(int first, int u) const { return first + u * (kWarpSize * VEC); }
 
-  // Loads -infinity past the end of the vocabulary.
+  // Loads this lane's logits of an atom; -infinity past the end of the vocabulary.
   CUKIT_DEVICE void load_atom(Atom& atom, int first) const {
     if (first - first % kAtomTokens + kAtomTokens <= columns_) {
 #pragma unroll
@@ -185,7 +187,7 @@ class Row {
     }
   }
 
-  // Unlike fetch(), keeps -0.
+  // The logits of vector u of an atom, with penalties. Unlike fetch(), keeps -0.
   CUKIT_DEVICE void values_of(float (&x)[VEC], const Atom& atom, int u, int first) const {
     to_floats(x, atom.vectors[u]);
     if constexpr (PENALIZED) {
@@ -213,7 +215,7 @@ class Row {
     }
   }
 
-  // NaN if any logit is NaN.
+  // The largest of this lane's logits of an atom; NaN if any of them is NaN.
   CUKIT_DEVICE float largest_of(const Atom& atom, int first) const {
     float largest = -infinity();
 #pragma unroll

@@ -1,33 +1,39 @@
-// Samples a token from each row of logits, or verifies a draft model's tokens (speculative decoding).
+// Samples a token from each row of logits, or verifies the tokens of a draft model (speculative
+// decoding).
 //
 //   weight(v) = floor(2^42 exp((z_v - max z) / temperature)), z: logits after the penalties
-//   kept: the top_k most likely tokens; of these the fewest, most likely first, with at least top_p of their
-//     total weight; of these the tokens with weight >= min_p times the largest
+//   kept: the top_k most likely tokens; of these the fewest, most likely first, with at least top_p
+//     of their total weight; of these the tokens with weight >= min_p times the largest
 //   token = the smallest token id v with sum_{u <= v, kept} weight(u) > uniform * sum_{kept} weight
 //
 // Equal logits rank by token id, lowest first; temperature 0 is top_k = 1. Weights are summed as
-// integers, so a seed yields the same token however rows are distributed over threads, blocks or GPUs. Weights
-// have 24 significant bits and a resolution of 2^-42 of the largest. Without truncation, and for the total weight
-// that log-probabilities and a top_p without top_k refer to, weights are computed per atom of 1024 tokens, relative
-// to the atom's largest logit (AtomSum in row.cuh). Random numbers: common/philox.cuh.
-// Papers: Fan et al., arXiv:1805.04833 (top-k); Holtzman et al., arXiv:1904.09751 (top-p); Nguyen et al.,
-// arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
+// integers, so a seed yields the same token for any distribution of rows over threads, blocks or
+// GPUs. Weights have 24 significant bits and a resolution of 2^-42 of the largest. Without
+// truncation, and for the total weight that log-probabilities and a top_p without top_k refer to,
+// weights are computed per atom of 1024 tokens (256 in small vocabularies: _plan.py), relative to
+// the atom's largest logit (AtomSum in row.cuh). Random numbers: common/philox.cuh.
+// Papers: Fan et al., arXiv:1805.04833 (top-k); Holtzman et al., arXiv:1904.09751 (top-p); Nguyen
+// et al., arXiv:2407.01082 (min-p); Leviathan et al., arXiv:2211.17192 (drafts).
 //
-// Drafts (VERIFIES): each position of a request is a row. A drafted token is accepted with probability
-//   min(1, p / q), or replaced by a draw from max(p - q, 0); p: the kept weights / their sum (draft.cuh).
+// Drafts (VERIFIES): each position of a request is a row. A drafted token is accepted with
+//   probability min(1, p / q), or replaced by a draw from max(p - q, 0); p: the kept weights /
+//   their sum, q: the probabilities of the draft model (draft.cuh).
 //
-// Mapping, by DRAWS (Few: no row needs more than its 128 most likely tokens; All: no row is truncated; Any):
-//   not RESIDENT: one block per row, which reads the row once if possible, by best.cuh, atoms.cuh or candidates.cuh. If
-//     that does not suffice, select.cuh reads the row several times. Without truncation, or if candidates.cuh lists
-//     only the tokens around the cut, a rejected draft with probabilities takes another pass over the row and over the
-//     probabilities.
-//   RESIDENT: one cluster per row, which keeps it in shared memory. select.cuh finds the cut, and all threads sum the
-//     kept weights.
-// Shared memory, dynamic: kWorkspaceBytes; for each atom of the block 16 bytes, with RESIDENT also 4 bytes per token;
-//   8 * capacity bytes.
-// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90, RESIDENT); RESIDENT 0|1: needs
-//   DRAWS Any; PENALIZED 0|1; DRAWS Few|All|Any; VERIFIES 0|1; ATOM: row.cuh; BLOCKS_PER_SM.
-//   Minimum architecture: sm_80.
+// DRAWS limits the options of all rows. Few: no row needs more than its 128 most likely tokens;
+//   All: no row is truncated; Any: no limit.
+// Mapping:
+//   not RESIDENT: one block per row, which reads the row once if possible: with best.cuh, atoms.cuh
+//     or candidates.cuh, depending on DRAWS and on the row's options. If one pass does not suffice,
+//     select.cuh reads the row several times. Without truncation, or if candidates.cuh lists only
+//     the tokens around the cut, a rejected draft with probabilities takes another pass over the
+//     row and over the probabilities.
+//   RESIDENT: one cluster per row, which keeps the row in shared memory. select.cuh finds the cut,
+//     and all threads sum the kept weights.
+// Shared memory, dynamic: kWorkspaceBytes; for each atom of the block 16 bytes, with RESIDENT also
+//   4 bytes per token; 8 * capacity bytes.
+// Macros: DTYPE float32|float16|bfloat16; VEC; THREADS; CLUSTER 1|2|4|8 (above 1: sm_90, RESIDENT);
+//   RESIDENT 0|1: needs DRAWS Any; PENALIZED 0|1; DRAWS Few|All|Any; VERIFIES 0|1; ATOM: row.cuh;
+//   BLOCKS_PER_SM. Minimum architecture: sm_80.
 // Reference: cukit/reference/sampling.py, sample and speculative_verify.
 #include "common/platform.cuh"
 #include "common/philox.cuh"
@@ -121,8 +127,9 @@ CUKIT_DEVICE float log_of(uint64 weights) {
   return cukit::kLn2 * (log2f(static_cast<float>(weights)) - static_cast<float>(cukit::kScale));
 }
 
-// Stores the weights of the first `ranked` entries of a sorted list: 0 for those that top_p and min_p exclude. Only
-// block 0 calls this function and those below. weights: shared memory for `ranked` values.
+// Stores the weights of the first `ranked` entries of a sorted list: 0 for entries that top_p or
+// min_p excludes. Only block 0 of a cluster calls this function and those below. weights: shared
+// memory for `ranked` values.
 CUKIT_DEVICE void weigh_list(const uint64* list, uint64* weights, uint64* scans, float largest, float slope,
                              const Draw& draw, int ranked) {
   uint64 own[kPer], sum = 0, total;
@@ -158,7 +165,8 @@ CUKIT_DEVICE uint64 sum_of_list(const uint64* list, const uint64* weights, int r
   return cukit::warp_sum(sum);
 }
 
-// Replaces a list's weights by those after the rejection of a draft, unless the new weights are all 0.
+// Replaces a list's weights by the weights after the rejection of a draft, unless the new weights
+// are all 0.
 CUKIT_DEVICE void subtract_draft(const uint64* list, uint64* weights, int ranked, const Draft& draft, uint64 total) {
   const double share = 1.0 / static_cast<double>(total);
   uint64 left[kPer], any = 0;
@@ -318,7 +326,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
 
   float largest = 0.0f;
   uint64 all = 0;  // the weight of the row, if `weighs`
-  // Sets `largest`; false for an invalid row.
+  // Sets `largest`. For an invalid row, writes its results and returns false.
   const auto start = [&](unsigned least) {
     // A NaN or +infinity has a smaller key than any finite logit; -infinity has the largest.
     if (least <= cukit::descending_key(cukit::infinity()) ||
@@ -362,7 +370,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     }
     draw_from_list(space.list, weights, most, draw.uniform(drafting ? kResample : kDraw), drawn);
   };
-  // Writes the most likely tokens, and draws if `most` of them suffice. count: tokens of block 0's list.
+  // Writes the most likely tokens, and draws if the first `most` tokens suffice. count: tokens of
+  // block 0's list.
   const auto use_list = [&](int count) {
     if (!team.leads()) return;
     cukit::sort_list(space.list, count);
@@ -380,9 +389,10 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     }
     return cut;
   };
-  // Draws from the tokens that a cut and min_p keep, or verifies the draft. source: Atoms or Candidates.
-  // rejected: the kept weight if the draft has already been rejected, else 0. Returns the kept weight if the draft is
-  // rejected here but the source lacks some of the kept tokens, among which its replacement is drawn; else 0.
+  // Draws from the tokens that a cut and min_p keep, or verifies the draft. source: Atoms or
+  // Candidates. rejected: the kept weight if the draft has already been rejected, else 0. Returns
+  // the kept weight if the draft is rejected here but the source lacks some of the kept tokens, so
+  // that its replacement cannot be drawn here; else 0.
   const auto draw_kept = [&](auto& source, const Cut& cut, uint64 rejected) -> uint64 {
     Kept kept{largest, slope, cut, draw_of_row().min_weight};
     if (drafting) kept.draft = draft_of_row();
@@ -405,7 +415,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       }
     }
   };
-  // As draw_kept, without truncation.
+  // As draw_kept, without truncation; also sets `all`. Returns the weight of the row if the draft
+  // is rejected and has probabilities, so that another pass must draw its replacement; else 0.
   const auto draw_atom = [&]() -> uint64 {
     Team::Sum sum = atoms.total(largest, slope);
     all = sum.total;

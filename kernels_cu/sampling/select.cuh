@@ -1,10 +1,12 @@
-// Finds the last kept token for a rank limit (top-k) or a weight limit (top-p), without sorting the row.
-// The tokens are those of a row (row.cuh) or of a list that contains its most likely tokens (candidates.cuh).
+// Finds the last kept token for a rank limit (top-k) or a weight limit (top-p), without sorting the
+// row. The tokens are those of a row (row.cuh) or of a list that contains the most likely tokens of
+// the row (candidates.cuh).
 //
-// Radix select: tokens are counted, or their weights summed, in bins, first by their distance from the
-// largest logit, then by the digits of their sort key (bits of the logit, then of the token id), beginning with the
-// first bit in which the keys of a bin can differ. Every round continues with the tokens of the bin that contains the
-// limit. Once that bin holds few tokens (kFew), block 0 collects and sorts them.
+// Radix select: tokens are counted, or their weights summed, in bins, first by their distance from
+// the largest logit, then by the digits of their sort key (bits of the logit, then of the token
+// id), beginning with the first bit in which the keys of a bin can differ. Every round continues
+// with the tokens of the bin that contains the limit. Once that bin holds at most kFew tokens,
+// block 0 collects and sorts them.
 #pragma once
 
 #include "common/platform.cuh"
@@ -141,8 +143,8 @@ class Selection {
       }
     };
     source_.each([&](float x, int column) {
-      // Tokens of octaves above kScale have weights of 0, among them -infinity, the logit past the
-      // end of the vocabulary.
+      // Weights of octaves above kScale are 0; these include the logits past the end of the
+      // vocabulary, which are -infinity.
       const Scaled weight = scaled(x);
       const bool counts = by == By::Weight ? weight.octave() <= kScale : column < source_.columns();
       if (counts && (whole || within.keeps(x, column))) count(bin_of<by>(x, weight), weight);
@@ -182,7 +184,7 @@ class Selection {
 
  private:
   static constexpr int kDigitBits = 11;
-  static constexpr unsigned kFew = kMaxSorted / 2;  // most tokens of a bin that are sorted
+  static constexpr unsigned kFew = kMaxSorted / 2;  // a bin of at most kFew tokens is sorted
   static_assert(1 << kDigitBits == kBins);
 
   struct Found {
@@ -229,7 +231,7 @@ class Selection {
     return span;
   }
 
-  // Sort keys of the tokens of a span, relative to its first.
+  // Sort keys of the tokens of a span, relative to the key of a logit slightly above the span.
   struct Keys {
     unsigned base;  // key of a logit above those of the span
     int bits;
@@ -262,9 +264,10 @@ class Selection {
     return mine;
   }
 
-  // Adds up the bins of all blocks and finds the bin in which the prefix sum reaches `target`, or, by
-  // weight and if `part` is not negative, `part` of the total; the last bin if none does. Clears the bins.
-  // chosen: the bin of the first round whose tokens are counted; -1 in the first round.
+  // Adds up the bins of all blocks and finds the bin in which the prefix sum reaches `target`, or,
+  // by weight and if `part` is not negative, `part` of the total; the last bin if no bin does.
+  // Clears the bins. chosen: the bin of the first round whose tokens are counted; -1 in the first
+  // round.
   template <By by>
   CUKIT_DEVICE Found find(uint64 target, float part, int chosen) {
     constexpr int kKinds = by == By::Count ? 1 : 2;

@@ -1,8 +1,8 @@
 // Reductions over the blocks of a row: a cluster, or a single block.
 //
-// Blocks push their values into the shared memory of the others. Slots are double-buffered: a block that
-// writes the slots of an exchange has passed the barrier of the previous one, so all blocks have read the
-// slots of the one before that.
+// Each block writes its values to the shared memory of all blocks. Slots are double-buffered: a
+// block that writes the slots of exchange n has passed the barrier of exchange n - 1, so all blocks
+// have read the slots of exchange n - 2.
 //
 // Macros: THREADS; CLUSTER 1|2|4|8 (above 1: sm_90).
 #pragma once
@@ -53,7 +53,7 @@ class Team {
   struct Sum {
     uint64 total;   // over the row
     uint64 before;  // over the warps before this one, including those of lower-ranked blocks
-    unsigned count;
+    unsigned count;  // over the row
   };
 
   struct Gathered {
@@ -61,7 +61,8 @@ class Team {
     bool failed;
   };
 
-  // After this, other blocks may write to this block's shared memory, which must be initialised before.
+  // Other blocks may write to this block's shared memory once the constructor has been called, so
+  // the shared memory must be initialised before.
   CUKIT_DEVICE Team(Shared& shared) : shared_(shared) {
     rank_ = CLUSTER > 1 ? cluster_rank() : 0;
     if constexpr (CLUSTER > 1) {

@@ -45,8 +45,8 @@ struct Scaled {
   CUKIT_DEVICE Weight weight() const { return static_cast<Weight>(units()) << shift(octave()); }
 };
 
-// A sum of weights. share: 2^(-d * slope) as computed by Scaled. Splits each weight into high * 2^20 + low; up to 512
-// of them fit.
+// A sum of up to 512 weights, each split into high * 2^20 + low. share: 2^(-d * slope) as computed
+// by Scaled.
 class WeightSum {
  public:
   CUKIT_DEVICE void add(float share) {

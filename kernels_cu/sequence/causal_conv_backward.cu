@@ -3,9 +3,10 @@
 //   dz = dy act'(z)      dx[u] = sum_k weight[k] dz[u + WIDTH - 1 - k]
 //   dweight[k] = sum_t dz[t] x[t - (WIDTH - 1) + k]      dbias = sum_t dz[t]
 //
-// Memory-bound. Mapping: grid (channels, time, sequence); a thread iterates over TOKENS tokens of VEC channels and the
-//   WIDTH - 1 tokens after them, whose dz it needs. Each block of time writes its sums for weight and bias to a row of
-//   `partial_weight` and `partial_bias`, which common/column_sum.cu reduces.
+// Memory-bound. Mapping: grid (channels, time, sequence); a thread iterates over TOKENS tokens of
+//   VEC channels, and over the WIDTH - 1 tokens after them, because dx of the last tokens depends
+//   on their dz. Each block of time writes its sums for weight and bias to a row of
+//   `partial_weight` and `partial_bias`; common/column_sum.cu sums the rows.
 // Macros: as causal_conv.cu. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/convolution.py, causal_conv_backward.
 #include "common/activation.cuh"

@@ -1,7 +1,8 @@
-// One token per sequence of a causal convolution; updates the states, the last WIDTH - 1 inputs, in place.
+// One token per sequence of a causal convolution. Updates the states (the last WIDTH - 1 inputs of
+// each sequence) in place.
 //
-// Memory-bound. Mapping: grid (channels, 1, sequence), one thread per VEC channels. Macros: as causal_conv.cu, without
-//   TOKENS. Minimum architecture: sm_80. Computes in float; deterministic.
+// Memory-bound. Mapping: grid (channels, 1, sequence), one thread per VEC channels. Macros: as
+//   causal_conv.cu, without TOKENS. Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/convolution.py, causal_conv_step.
 #include "common/activation.cuh"
 #include "common/platform.cuh"

@@ -1,12 +1,13 @@
-// The log decays of a chunk with a decay per state channel, for gated_scan_channels.cu and its backward.
+// The log decays of a chunk with a decay per state channel, for gated_scan_channels.cu and
+// gated_scan_channels_backward.cu.
 //
-// A chunk has four sub-chunks of 16 tokens. With w_i the sum of the log decays of a token's sub-chunk up to token
-// i, and d the sum of all 16, the decay between tokens j <= i is
+// A chunk has four sub-chunks of 16 tokens. With w_i the sum of the log decays of a token's
+// sub-chunk up to token i, and d the sum of all 16, the decay between tokens j <= i is
 //   of one sub-chunk      exp(w_i - w_j)
 //   of sub-chunks J < I   exp(w_i) exp(d_{J+1} + ... + d_{I-1}) exp(d_J - w_j)
-// whose factors are at most 1. Products over channels take keys b_j exp(d_J - w_j) and queries c_i exp(w_i). Within
-// a sub-chunk they take exp(w_i - d) exp(d - w_j) if exp(-d) does not exceed 2^kFastRange, and exact differences
-// otherwise.
+// All factors are at most 1. Products over channels use keys b_j exp(d_J - w_j) and queries
+// c_i exp(w_i). Within a sub-chunk, exp(w_i - w_j) is computed as exp(w_i - d) exp(d - w_j) if
+// exp(-d) does not exceed 2^kFastRange, else from the difference w_i - w_j.
 // Macros: DTYPE, STATE_TILE, PADDED, THREADS 128.
 #pragma once
 
@@ -23,7 +24,8 @@ namespace cukit {
 constexpr int kSub = 16;  // tokens
 constexpr int kSubs = kChunk / kSub;
 constexpr int kChannelPitch = STATE_TILE + 8;  // floats
-// Queries and keys scaled by 2^-kFastRange keep their precision in T.
+// Queries and keys keep their precision in T when they are scaled by a factor of at least
+// 2^-kFastRange.
 template <typename T>
 constexpr float kFastRange = 60.0f;
 template <>
@@ -80,7 +82,8 @@ struct ChannelTiles {
   }
 };
 
-// Whether a warp's sub-chunk decays by a factor of at most 2^kFastRange in every channel. sums: its d.
+// Whether a warp's sub-chunk decays by a factor of at most 2^kFastRange in every channel. sums: d
+// of the sub-chunk, per channel.
 CUKIT_DEVICE bool decays_little(const float (&sums)[STATE_TILE]) {
   bool little = true;
 #pragma unroll
@@ -90,8 +93,8 @@ CUKIT_DEVICE bool decays_little(const float (&sums)[STATE_TILE]) {
   return __all_sync(kFullMask, little);
 }
 
-// Calls body(row, column, offset, w) for each eight columns of a warp's 16 rows. offset: in queries and in keys, in
-// bytes; w points to the sums of these columns.
+// Calls body(row, column, offset, w) for every group of eight columns of a warp's 16 rows. offset:
+// in queries and in keys, in bytes; w: points to w of these columns.
 template <typename Body>
 CUKIT_DEVICE void each_eight(const ChannelTiles& tiles, int warp, const Body& body) {
   constexpr int kWords = STATE_TILE / 8;
@@ -119,8 +122,8 @@ CUKIT_DEVICE uint4 pack_eight(const float (&from)[8]) {
                     pack<element_t>(from[4], from[5]), pack<element_t>(from[6], from[7]));
 }
 
-// The decays from the chunk's start to each sub-chunk, and from the sub-chunk's end to the chunk's. One thread per
-// channel; the other threads do nothing.
+// The decays from the start of the chunk to each sub-chunk (before), and from the end of each
+// sub-chunk to the end of the chunk (behind). One thread per channel; the other threads do nothing.
 CUKIT_DEVICE void sub_chunk_decays(float (&before)[kSubs][STATE_TILE], float (&behind)[kSubs][STATE_TILE],
                                    const float (&sums)[kSubs][STATE_TILE]) {
   const int channel = threadIdx.x;
@@ -135,7 +138,8 @@ CUKIT_DEVICE void sub_chunk_decays(float (&before)[kSubs][STATE_TILE], float (&b
   }
 }
 
-// Scales eight queries and keys of a token in place, and returns them: c exp(w), b exp(d - w). `sums` points to d.
+// Scales eight queries and keys of a token in place and returns them: c exp(w), b exp(d - w).
+// `cumsum` points to w, `sums` to d.
 CUKIT_DEVICE void scale_queries_and_keys(float (&query)[8], float (&key)[8], const ChannelTiles& tiles, unsigned at,
                                          const float* cumsum, const float* sums) {
   unpack_eight(query, tiles.queries + at);

@@ -44,7 +44,8 @@ struct ScanWork {
     return static_cast<long long>(sequence) * p.num_heads + head;
   }
 
-  // Index of this segment's state in [num_sequences, segments, heads], or of the sequence's if there is one segment.
+  // Index of this segment's state in [num_sequences, segments, heads]; with one segment, of the
+  // sequence's state in [num_sequences, num_heads].
   CUKIT_DEVICE long long place(const ScanParameters& p) const {
     if (p.segments == 1) return whole_place(p);
     return (static_cast<long long>(sequence) * p.segments + segment) * p.heads + local_head;
@@ -65,8 +66,8 @@ CUKIT_DEVICE float clamped_decay(float l) {
 // Whether the forward leaves this log decay unclamped.
 CUKIT_DEVICE bool has_gradient(float l) { return !(l > 0.0f || l < kMinLogDecay); }
 
-// Loads the log decays of tokens 2 l and 2 l + 1 of a chunk into lane l, clamped and in base 2. `log_decay`
-// points to the first one of the sequence and head.
+// Loads the log decays of tokens 2 l and 2 l + 1 of a chunk into lane l, clamped and in base 2.
+// `log_decay` points to the first log decay of the sequence and head.
 CUKIT_DEVICE void read_decays(float (&own)[2], const float* log_decay, int num_heads, int chunk,
                               int length) {
 #pragma unroll
@@ -99,8 +100,8 @@ struct ChunkDecays {
   CUKIT_DEVICE float last() const { return cumsum[kChunk - 1]; }
 };
 
-// The chunk in slot blockIdx.x, in the order of ScanWork::chunk_place, and head blockIdx.y of the launch. Grid: (slots,
-// heads). Unused slots have no rows.
+// The chunk in slot blockIdx.x, in the order of ScanWork::chunk_place, and head blockIdx.y of the
+// launch. Grid: (slots, heads). In an unused slot, `rows` is 0.
 struct ChunkSlot {
   int local_head, head, group, sequence, rows;
   long long token;  // first of the chunk
@@ -131,9 +132,10 @@ struct ChunkSlot {
   }
 };
 
-// Writes the gradients of a chunk's log decays, computed by one warp as a prefix sum: token 0 gets `first`, and
-// token t + 1 gets token t's gradient plus change(t). Lane l passes the changes of tokens 2 l and 2 l + 1. `grads`
-// points to the first one of the sequence, head and column tile.
+// Writes the gradients of a chunk's log decays, computed by one warp as a prefix sum: `first` for
+// token 0, and for token t + 1 the gradient of token t plus change(t). Writes 0 where the forward
+// clamps the log decay. Lane l passes the changes of tokens 2 l and 2 l + 1. `grads` points to the
+// first gradient of the sequence, head and column tile.
 CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], float first,
                                         const float* log_decay, int token, int length, int num_heads,
                                         int tiles) {
@@ -156,7 +158,8 @@ CUKIT_DEVICE void write_decay_gradients(float* grads, const float (&change)[2], 
   }
 }
 
-// Stores a warp's accumulators: MT x 16 rows from `first_row` on, NT x 8 columns from `first_column` on.
+// Rounds and stores a warp's accumulators: MT x 16 rows from `first_row` on, NT x 8 columns from
+// `first_column` on.
 template <bool Padded, typename T, int MT, int NT>
 CUKIT_DEVICE void store_rows(T* to, long long stride, const float (&acc)[MT][NT][4], int first_row,
                              int rows, int first_column, int columns) {
@@ -217,9 +220,10 @@ CUKIT_DEVICE void start_parts(unsigned at, const T* from, long long stride, int 
   }
 }
 
-// The part of a state that a warp holds, in the accumulator layout of mma.sync, [kTiles][kColumnTiles][4], or of
-// wgmma, [kTiles][4 kColumnTiles]: 16 of every 64 rows, all columns of the block. With two groups of four warps, each
-// group holds 64 of 128 rows, or 32 columns of 64 rows.
+// The part of a state that a warp holds, in the accumulator layout of mma.sync,
+// [kTiles][kColumnTiles][4], or of wgmma, [kTiles][4 kColumnTiles]: 16 of every 64 rows, all
+// columns of the block. With two groups of four warps, each group holds 64 of 128 rows, or, if the
+// state has 64 rows, 32 of its 64 columns.
 template <int StateTile, int Groups = 1>
 struct StateRows {
   static constexpr int kRowGroups = StateTile / 64 < Groups ? 1 : Groups;
@@ -259,8 +263,8 @@ struct StateRows {
         }
   }
 
-  // Scales the values by their rows' factors, and adds their products with a tile [StateTile][kHeadColumns] in shared
-  // memory to a sum per row.
+  // Scales the values by the factors of their rows. Then adds the products of the values and a tile
+  // [StateTile][kHeadColumns] in shared memory to one sum per row.
   template <typename T, typename Values, typename Factors>
   CUKIT_DEVICE void scale_and_dot(Values& values, float (&sums)[kTiles][2], const Factors& factors,
                                   const unsigned char* tile) const {
@@ -301,7 +305,8 @@ struct StateRows {
   }
 };
 
-// Sums of log decays, in base 2: one for each row of a state that a lane holds (PerRow), or one for all.
+// Sums of log decays, in base 2: with PerRow one for each row of the state that a lane holds, else
+// one for all rows.
 template <typename Rows, bool PerRow>
 struct StateDecay {
   static constexpr int kTiles = PerRow ? Rows::kTiles : 1;
@@ -310,7 +315,7 @@ struct StateDecay {
 
   CUKIT_DEVICE float at(int m, int half) const { return PerRow ? sums[m][half] : sums[0][0]; }
 
-  // Reads the sums of the rows of a state; `from` points to the first row's.
+  // Reads the sums of the rows of a state; `from` points to the sum of the first row.
   CUKIT_DEVICE void read(const float* from, const Rows& rows, int state_dim) {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
@@ -359,8 +364,8 @@ struct StateDecay {
   }
 };
 
-// Loads the left operand of a 16 x 16 block of a chunk's scores [kChunk][kChunk] from global memory; `from` points
-// to the first element of the block.
+// Loads a 16 x 16 block of a chunk's scores [kChunk][kChunk] from global memory, as a left operand
+// of mma.sync or wgmma. `from` points to the first element of the block.
 template <typename T>
 CUKIT_DEVICE void load_scores(unsigned (&r)[4], const T* from) {
   const int lane = threadIdx.x % kWarpSize;

@@ -2,33 +2,37 @@
 //
 //   h_t = exp(l_t) h_{t-1} + b_t x_t^T      y_t = h_t^T c_t      l_t <= 0, one per head
 //
-// With s_i the sum of a chunk's log decays l up to token i, h the state before the chunk, g the gradient of the state
-// after it, g' that of the state before it, d_i that of y_i, e_ij = exp(s_i - s_j):
+// With e_ij = exp(s_i - s_j), s_i the sum of a chunk's log decays l up to token i, h the state
+// before the chunk, g and g' the gradients of the states after and before the chunk, and d_i the
+// gradient of y_i:
 //   dx_j = sum_{i >= j} e_ij (c_i . b_j) d_i + exp(s_last - s_j) g^T b_j
 //   db_j = sum_{i >= j} e_ij (d_i . x_j) c_i + exp(s_last - s_j) g x_j
 //   dc_i = sum_{j <= i} e_ij (d_i . x_j) b_j + exp(s_i) h d_i
 //   dl_t = sum_{i >= t > j} e_ij (c_i . b_j) (d_i . x_j) + sum_{i >= t} exp(s_i) c_i . h d_i
 //        + sum_{j < t} exp(s_last - s_j) b_j . g x_j + exp(s_last) <g, h>
 //   g'   = exp(s_last) g + sum_i exp(s_i) c_i d_i^T
-// The first sum of dl is a prefix sum of column sums minus row sums of one float matrix. Unlike differences of y . d
-// and x . dx, it leaves no rounding residue of decayed terms. dl is 0 where l is clamped, outside [-104, 0].
+// The first sum of dl is a prefix sum of column sums minus row sums of one float matrix. Unlike
+// differences of y . d and x . dx, it leaves no rounding residue of decayed terms. dl is 0 where l
+// is clamped, outside [-104, 0].
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block of four warps iterates over the
-//   chunks of 64 tokens of its segment, from the last to the first. g stays in registers as floats, a quarter of
-//   its rows per warp, and is rounded to the inputs' type for the products that read it; h is read, rounded, from
-//   the output of gated_scan_sm80.cu or gated_scan_sm90.cu with STATES 2.
-//   Scores: tiles of 16 x 32, of which six of eight are not fully masked. db and dc: 2 x 2 warps.
-//   The heads of a group and the column tiles write partial db, dc and dl, which sum_parts.cu reduces.
-// Shared memory: STAGES x (64 x STATE_TILE keys and as many queries, 64 x 64 values and as many gradients of
-//   outputs, STATE_TILE x 64 state) of 2 bytes, STATE_TILE x 64 x 2 bytes of g, 2 x 64 x 64 x 2 bytes of scores,
-//   dynamic; 11 x 64 + 4 floats static.
-// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys and scores; only g
-//   is decayed here. Besides dx, the results are d_i . x_j, h d_i, g x_j and the rows of <g, h>, from which
-//   gated_scan_channels_backward.cu computes dc, db and the decays' gradients.
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block of four
+//   warps iterates over the chunks of 64 tokens of its segment, from the last to the first. g stays
+//   in registers as floats, a quarter of its rows per warp, and is rounded to the type of the
+//   inputs for the products that read it; h is read, rounded, from the output of gated_scan_sm80.cu
+//   or gated_scan_sm90.cu with STATES 2. Scores: six of the eight 16 x 32 tiles are not fully
+//   masked. db and dc: 2 x 2 warps. The heads of a group and the column tiles write partial db, dc
+//   and dl, which sum_parts.cu reduces.
+// Shared memory, dynamic, all of 2 bytes: STAGES x (queries and keys, 64 x STATE_TILE each; values
+//   and gradients of outputs, 64 x 64 each; STATE_TILE x 64 state), STATE_TILE x 64 of g, two tiles
+//   64 x 64 of scores. Static: 11 x 64 + 4 floats.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys
+//   and scores; only g is decayed here. Besides dx and the gradient of the initial state, the
+//   results are d_i . x_j, h d_i, g x_j and <g, h> per row of the state, from which
+//   gated_scan_channels_backward.cu computes dc, db and the gradients of the decays.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; STAGES 1|2; PADDED 0|1:
-//   state_dim or head_dim is not a multiple of its tile (both are of 8); THREADS 128. Minimum architecture: sm_80.
-//   Accumulates in float; deterministic.
+//   state_dim or head_dim is not a multiple of its tile (both are multiples of 8); THREADS 128.
+//   Minimum architecture: sm_80. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
@@ -63,7 +67,7 @@ using Decay = cukit::StateDecay<Rows, CHANNELS>;
 using StateValues = float[Rows::kTiles][Rows::kColumnTiles][4];
 using Scores = cukit::Swizzle<kChunk>;
 
-// Sums of a chunk's products per token, and <g, h>: the terms of the decays' gradients.
+// Sums of a chunk's products per token, and <g, h>: the terms of the gradients of the decays.
 struct Sums {
   float rows[2][kChunk];     // row sums of scores, per column tile
   float columns[4][kChunk];  // column sums of scores, per row tile
@@ -95,7 +99,8 @@ CUKIT_DEVICE void scale_rows(float (&acc)[MT][NT][4], int first_row, const Facto
     }
 }
 
-// Stores to to[row] (`more`: adds) the dot product of a warp's rows of accumulators with the rows of a tile.
+// Stores the dot product of each of a warp's rows of accumulators with the row of a tile in
+// to[row]; `more`: adds to it instead.
 template <int MT, int NT>
 CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&acc)[MT][NT][4], const unsigned char* tile,
                            int first_row, int first_column) {
@@ -130,8 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
     const T* chunk_states,                // [slots, heads, state_dim, head_dim], before each chunk
     const T* __restrict__ scores,           // [slots, heads, 64, 64], decayed, with CHANNELS
-    const float* grad_states,               // [num_sequences, segments, heads, state_dim, head_dim], after
-                                            // each segment, or null
+    const float* grad_states,               // gradients of the states after each segment, or null:
+                                            // [.., state_dim, head_dim], indexed by ScanWork::place
     T* __restrict__ grad_x,                 // [tokens, num_heads, head_dim]
     T* __restrict__ grad_b,                 // [tokens, heads, column tiles, state_dim]
     T* __restrict__ grad_c,                 // [tokens, heads, column tiles, state_dim]
@@ -231,8 +236,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const unsigned score_at = g_at + kStateBytes;  // e (c . b)
     const unsigned grad_score_at = score_at + kScoreBytes;  // e (d . x)
 
-    // Scores and their gradients, in tiles of 16 rows and 32 columns. In the second turn the first two warps
-    // compute the second column tile of the last two row tiles.
+    // Scores and their gradients, in tiles of 16 rows and 32 columns. In the second turn the first
+    // two warps compute the second column tile of the last two row tiles.
 #pragma unroll 1
     for (int turn = 0; turn < (warp < 2 ? 2 : 1); ++turn) {
       const int row_tile = turn == 0 ? warp : warp + 2;

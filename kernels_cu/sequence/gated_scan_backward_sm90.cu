@@ -1,4 +1,4 @@
-// Gradients of a gated linear recurrence, chunk by chunk from the last to the first on Hopper's tensor cores.
+// Gradients of a gated linear recurrence, chunk by chunk from the last to the first, with wgmma.
 // Equations: see gated_scan_backward_sm80.cu.
 //
 // Papers: Dao and Gu, arXiv:2405.21060; Yang et al., arXiv:2312.06635.
@@ -14,18 +14,20 @@
 //     dx = exp(s_last - s) (B g) + (e S)^T D
 //     g  = exp(s_last) g + C^T D',        D'_i = exp(s_i) d_i
 //
-//   The first warpgroup computes dc and the second db, 64 columns at a time; each computes 32 columns of S, V and dx,
-//   and 64 rows of g, or 32 columns of g if STATE_TILE is 64.
-// Shared memory, in parts of 64 columns with a 128-byte swizzle: 64 x STATE_TILE keys and as many queries, 64 x 64
-//   values and as many gradients of outputs, STATE_TILE x 64 state | STATE_TILE x 64 of g | e S | e V | D', 64 x 64
-//   each, all of 2 bytes, dynamic; 9 x 64 + 8 floats static. One stage: copies of one block overlap the products of
-//   another on the same SM.
-// Programmatic dependent launch: the first copies of the inputs precede the wait for states and gradients of states.
-// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys and scores; only g
-//   is decayed here. The results are V, D h^T, X g^T and the rows of <g, h>, from which
-//   gated_scan_channels_backward.cu computes dc, db and the decays' gradients.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; PADDED 0|1: state_dim or
-//   head_dim is not a multiple of its tile (both are of 8); THREADS 256.
+//   The first warpgroup computes dc and the second db, 64 columns at a time; each computes 32
+//   columns of S, V and dx, and 64 rows of g, or 32 columns of g if STATE_TILE is 64.
+// Shared memory, in parts of 64 columns with a 128-byte swizzle, dynamic, all of 2 bytes: keys and
+//   queries, 64 x STATE_TILE each; values and gradients of outputs, 64 x 64 each; state and g,
+//   STATE_TILE x 64 each; e S, e V and D', 64 x 64 each. Static: 9 x 64 + 8 floats. One stage:
+//   copies of one block overlap the products of another block on the same SM.
+// Programmatic dependent launch: the first copies of the inputs are issued before the wait for the
+//   kernels that compute the states and their gradients.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys
+//   and scores; only g is decayed here. Besides dx and the gradient of the initial state, the
+//   results are V, D h^T, X g^T and <g, h> per row of the state, from which
+//   gated_scan_channels_backward.cu computes dc, db and the gradients of the decays.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; CHANNELS 0|1; PADDED 0|1:
+//   state_dim or head_dim is not a multiple of its tile (both are multiples of 8); THREADS 256.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_backward.
 #include "common/hopper/shared_tile.cuh"
@@ -53,12 +55,12 @@ using cukit::kWarpSize;
 constexpr int kColumns = cukit::kHeadColumns;
 constexpr int kWarps = THREADS / kWarpSize;
 constexpr int kGroups = 2;
-// Whether values and states of the next chunk are copied during the last products of this one. This takes another
-// barrier, which with 64 rows costs more than the overlap saves.
+// Whether values and state of the next chunk are copied during the last products of this chunk.
+// This takes another barrier, which with STATE_TILE 64 costs more than the overlap saves.
 constexpr bool kEarly = STATE_TILE == 128;
 constexpr int kShare = kChunk / kGroups;  // columns of S, V and dx per warpgroup
 static_assert(THREADS == kGroups * cukit::kWarpgroupThreads, "two warpgroups");
-static_assert(kShare == kColumns / kGroups, "chunks as long as columns are wide");
+static_assert(kShare == kColumns / kGroups, "a chunk has kColumns tokens");
 
 using KeyTile = cukit::SharedTile<T, kChunk, STATE_TILE>;
 using ValueTile = cukit::SharedTile<T, kChunk, kColumns>;
@@ -70,7 +72,7 @@ static_assert(Rows::kTiles == 1, "64 rows of g per warpgroup");
 
 constexpr int kShareStep = kShare * 2 / 16;  // descriptor offset of kShare columns of an MN-major tile
 
-// Sums of a chunk's products per token, and <g, h>: the terms of the decays' gradients.
+// Sums of a chunk's products per token, and <g, h>: the terms of the gradients of the decays.
 struct Sums {
   float rows[kGroups][kChunk];  // row sums of scores, per warpgroup's columns
   float columns[4][kChunk];     // column sums of scores, per 16 rows
@@ -109,7 +111,8 @@ CUKIT_DEVICE void scale_rows(float (&acc)[N], const float (&by)[2]) {
   for (int i = 0; i < N; ++i) acc[i] *= by[i / 2 % 2];
 }
 
-// Stores to to[row] (`more`: adds) the dot product of rows of accumulators with 64 columns of keys or queries.
+// Stores the dot product of each row of accumulators with 64 columns of keys or queries in to[row];
+// `more`: adds to it instead.
 template <int N>
 CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&acc)[N], const unsigned char* tile) {
 #pragma unroll
@@ -129,10 +132,11 @@ CUKIT_DEVICE void dot_rows(float* to, bool more, const float (&acc)[N], const un
 }
 
 // The gradients of a chunk's queries or keys, by one warpgroup, 64 columns at a time:
-//   by (rows states^T) + scores others       by: per row, e^...
-// `rows` are gradients of outputs or values, `states` h or g, `own` and `others` queries and keys or the reverse;
-// Transposed: scores^T. Stores the dot products of the first term with rows of `own` to `dots`.
-// With CHANNELS only the first term, without factors.
+//   queries: exp(s) (D h^T) + (e V) B           keys: exp(s_last - s) (X g^T) + (e V)^T C
+//   that is: by (rows states^T) + scores others
+// by: the factors of a lane's two rows; rows: D or X; states: h or g; own: queries or keys; others:
+// keys or queries; Transposed: takes scores^T. Stores the dot product of each row of the first term
+// with the row of `own` in `dots`. With CHANNELS only the first term, without factors.
 template <bool Transposed>
 CUKIT_DEVICE void key_gradients(const cukit::ResultRows<T>& target, float* dots, const unsigned char* rows,
                                 const unsigned char* states, const unsigned char* own,
@@ -181,8 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
     const int* __restrict__ cu_seqlens,     // [num_sequences + 1] or null: seq_len each
     const T* chunk_states,                  // [slots, heads, state_dim, head_dim], before each chunk
     const T* __restrict__ scores,           // [slots, heads, 64, 64], decayed, with CHANNELS
-    const float* grad_states,               // [num_sequences, segments, heads, state_dim, head_dim], after
-                                            // each segment, or null
+    const float* grad_states,               // gradients of the states after each segment, or null:
+                                            // [.., state_dim, head_dim], indexed by ScanWork::place
     T* __restrict__ grad_x,                 // [tokens, num_heads, head_dim]
     T* __restrict__ grad_b,                 // [tokens, heads, column tiles, state_dim]
     T* __restrict__ grad_c,                 // [tokens, heads, column tiles, state_dim]
@@ -296,8 +300,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_backward(
 
     Decay last;
     const long long slot = work.chunk_place(p, chunk);
-    float cumsum[2];                  // at the lane's rows
-    float from_start[2], to_end[2];  // decay from the start of the chunk to them, and from them to its end
+    float cumsum[2];                 // at the lane's rows
+    float from_start[2], to_end[2];  // decays: chunk's start to these rows, these rows to its end
     if constexpr (CHANNELS) {
       last.read(log_decay + slot * p.state_dim, state_rows, p.state_dim);
     } else {

@@ -1,18 +1,21 @@
-// Decayed queries, keys and scores of a gated linear recurrence with a decay per state channel, chunk by chunk, for
-// gated_scan_sm80.cu and gated_scan_sm90.cu with CHANNELS.
+// Decayed queries, keys and scores of a gated linear recurrence with a decay per state channel,
+// chunk by chunk, for gated_scan_sm80.cu, gated_scan_sm90.cu and their backward kernels with
+// CHANNELS.
 //
 //   h_t = diag(exp(l_t)) h_{t-1} + b_t x_t^T      y_t = h_t^T c_t      l_t <= 0, one per head and channel
 //
 // With s_i the sum of a chunk's log decays l up to token i, products per channel:
 //   queries_i = exp(s_i) c_i    keys_j = exp(s_last - s_j) b_j    scores_ij = sum (exp(s_i - s_j) c_i b_j), j <= i
 // Then y_i = h^T queries_i + sum_j scores_ij x_j and h' = exp(s_last) h + sum_j keys_j x_j^T.
-// Scores of different sub-chunks, and of sub-chunks whose decays are not extreme, are tensor-core products
-// (channels.cuh); the others sum exp(s_i - s_j) c_i b_j in float. l is clamped to -104.
+// Scores between different sub-chunks, and within sub-chunks whose decays are not extreme
+// (decays_little in channels.cuh), are tensor-core products; the others are sums of
+// exp(s_i - s_j) c_i b_j in float. l is clamped to [-104, 0].
 // Paper: Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (slots, heads of the launch), a block of four warps per chunk of 64 tokens, a warp per sub-chunk of 16.
-// Shared memory: 64 x STATE_TILE queries and as many keys of 2 bytes, 64 x (STATE_TILE + 8) floats, of which the
-//   scores take 64 x 64 x 2 bytes later, dynamic; 12 x STATE_TILE floats static.
+// Mapping: grid (slots, heads of the launch), a block of four warps per chunk of 64 tokens, a warp
+//   per sub-chunk of 16.
+// Shared memory, dynamic: queries and keys, 64 x STATE_TILE x 2 bytes each; 64 x (STATE_TILE + 8)
+//   floats, whose first 64 x 64 x 2 bytes the scores reuse. Static: 12 x STATE_TILE floats.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim is not STATE_TILE
 //   (it is a multiple of 8); CHANNELS 1; THREADS 128. Minimum architecture: sm_80. Accumulates in float;
 //   deterministic.
@@ -134,7 +137,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
           [&](unsigned(&r)[4], int, int k) {
             rows(r, 0, 16 * k);
             if (sub == warp - 1) return;
-            // From a decay since the start of the queries' sub-chunk to one since the end of the keys'.
+            // The queries are decayed from the start of their sub-chunk. This factor makes it a
+            // decay from the end of the keys' sub-chunk.
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               float factor[2];

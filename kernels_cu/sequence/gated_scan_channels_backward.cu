@@ -1,5 +1,5 @@
-// Gradients of keys, queries and decays of a gated linear recurrence with a decay per state channel, from the
-// results of gated_scan_backward_sm80.cu or _sm90.cu with CHANNELS.
+// Gradients of keys, queries and decays of a gated linear recurrence with a decay per state
+// channel, from the results of gated_scan_backward_sm80.cu or _sm90.cu with CHANNELS.
 //
 // With s, h, g and d_i as in gated_scan_backward_sm80.cu, but s per channel, e_ij = exp(s_i - s_j), V_ij = d_i . x_j
 // for j <= i, products per channel:
@@ -7,17 +7,19 @@
 //   db_j = exp(s_last - s_j) (g x_j) + sum_{i >= j} V_ij e_ij c_i
 //   dl_t = sum_{i >= t > j} V_ij e_ij c_i b_j + sum_{i >= t} exp(s_i) c_i (h d_i)
 //        + sum_{j < t} exp(s_last - s_j) b_j (g x_j) + exp(s_last) <g, h>
-// dl is a prefix sum: the term of a pair j < i is added after token j and subtracted after token i, both times as a
-// product of the same rounded factors, so that the two cancel. Sums over different sub-chunks are tensor-core products,
-// decayed from one sub-chunk to the next: sum = exp(d) sum + V_IJ keys_J, with the sub-chunk's d of channels.cuh. Sums
-// within a sub-chunk are tensor-core products, too, unless its decays are extreme (channels.cuh). Pairs i = j are not
-// part of the decays' gradients and are added in float. dl is 0 where l is clamped.
+// dl is a prefix sum: the term of a pair j < i is added after token j and subtracted after token i,
+// both times as a product of the same rounded factors, so that the two cancel. Sums over different
+// sub-chunks are tensor-core products, decayed from one sub-chunk to the next: sum = exp(d) sum +
+// V_IJ keys_J, with the sub-chunk's d of channels.cuh. Sums within a sub-chunk are also tensor-core
+// products, unless the decays of the sub-chunk are extreme (decays_little in channels.cuh). Pairs
+// i = j do not contribute to dl; their terms of dc and db are added in float. dl is 0 where l is
+// clamped.
 // Paper: Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (slots, heads of the launch), a block of four warps per chunk of 64 tokens; warp w computes dc and db
-//   of tokens 16 w to 16 w + 15, 64 channels at a time.
-// Shared memory: 64 x STATE_TILE queries and as many keys of 2 bytes, 64 x (STATE_TILE + 8) floats, 64 x 64 x 2
-//   bytes of V, dynamic; 16 x STATE_TILE + 64 floats static.
+// Mapping: grid (slots, heads of the launch), a block of four warps per chunk of 64 tokens; warp w
+//   computes dc and db of tokens 16 w to 16 w + 15, 64 channels at a time.
+// Shared memory, dynamic: queries and keys, 64 x STATE_TILE x 2 bytes each; 64 x (STATE_TILE + 8)
+//   floats; 64 x 64 x 2 bytes of V. Static: 16 x STATE_TILE + 64 floats.
 // Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; PADDED 0|1: state_dim is not STATE_TILE
 //   (it is a multiple of 8); CHANNELS 1; THREADS 128. Minimum architecture: sm_80. Accumulates in float;
 //   deterministic.
@@ -70,7 +72,7 @@ CUKIT_DEVICE void load_pair(float (&to)[2], const T* from, bool exists) {
   cukit::unpack<T>(to, exists ? *reinterpret_cast<const unsigned*>(from) : 0u);
 }
 
-// The same, summed over `parts` that are `stride` apart.
+// Two adjacent elements, or zeros, summed over `parts` arrays that are `stride` elements apart.
 CUKIT_DEVICE void load_sum(float (&to)[2], const T* from, int parts, int stride, bool exists) {
   load_pair(to, from, exists);
   for (int part = 1; part < parts; ++part) {
@@ -147,9 +149,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
 #pragma unroll 1
   for (int first = 0; first < STATE_TILE; first += kPart) {
     float change[kPart / 8][4];
-    // Finishes dc (queries) or db (keys) of the warp's tokens. `acc` holds the sums over pairs i != j, relative to the
-    // end (queries) or the start (keys) of the sub-chunk. With extreme decays `acc` lacks the pairs within the
-    // sub-chunk and is relative to its start (queries) or end (keys).
+    // Finishes dc (queries) or db (keys) of the warp's tokens. `acc` holds the sums over pairs of
+    // different tokens, relative to the end (queries) or the start (keys) of the sub-chunk. With
+    // extreme decays `acc` lacks the pairs within the sub-chunk and is relative to its start
+    // (queries) or end (keys).
     const auto finish = [&](Accumulators& acc, auto of_queries) {
       constexpr bool kQueries = decltype(of_queries)::kValue;
       const T* const own = kQueries ? c : b;
@@ -168,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
           load_pair(mine, own + at, exists);
           load_pair(others, other + at, exists);
           load_sum(state, states + state_at + row * state_stride + column, tiles, p.state_dim, exists);
-          float scaled[2];  // as the products with other tokens read it
+          float scaled[2];  // rounded, as in the products with other tokens
           const unsigned char* const tile = kQueries ? chunk.queries : chunk.keys;
           cukit::unpack<T>(scaled, *reinterpret_cast<const unsigned*>(
                                        tile + ChannelTiles::Keys::offset(row, column / 8) + 2 * (column % 8)));

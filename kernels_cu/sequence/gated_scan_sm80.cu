@@ -5,29 +5,32 @@
 // With s_i the sum of a chunk's log decays l up to token i, and h the state before the chunk:
 //   y_i = exp(s_i) h^T c_i + sum_{j <= i} exp(s_i - s_j) (c_i . b_j) x_j
 //   h'  = exp(s_last) h + sum_j exp(s_last - s_j) b_j x_j^T
-// Only differences of s, which are not positive, are exponentiated. l is clamped to -104, whose exponential is 0 in
-// float, so that s keeps its precision.
+// Only s and its differences s_i - s_j with j <= i are exponentiated; none of them is positive. l
+// is clamped to -104, so that s keeps its precision: exp(-104) is 0 in float.
 // Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block of four warps iterates over the
-//   chunks of 64 tokens of its segment. Warp w computes rows 16 w to 16 w + 15 of the chunk's outputs, and a
-//   quarter of the state's rows, which stay in registers as floats. The state is rounded to DTYPE for the
-//   products that read it, as are decayed scores and keys.
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch); a block of four
+//   warps iterates over the chunks of 64 tokens of its segment. Warp w computes 16 rows of the
+//   chunk's outputs, from row 16 w on, and a quarter of the rows of the state, which stay in
+//   registers as floats.
+//   The state, decayed scores and decayed keys are rounded to DTYPE for the products.
 // STATES 0: outputs, and the final state of each sequence.
-// STATES 1: the final state of each segment for an initial state of 0, from which join_segments.cu computes the
-//   segments' initial states (the grid omits the last segment). Chunks are processed from last to first, and the
-//   loop ends once all earlier contributions have decayed to 0.
-//   With REVERSE: the gradient of each segment's initial state, g = sum_i exp(s_i) c_i y_i^T, with s summed from
-//   the segment's first token on, gradients of outputs in place of values, and queries in place of keys (the
-//   grid omits the first segment). Chunks are processed from first to last.
+// STATES 1: the final state of each segment for an initial state of 0, from which join_segments.cu
+//   computes the initial states of the segments (the grid omits the last segment). Chunks are
+//   processed from last to first, and the loop ends when all earlier contributions are 0.
+//   With REVERSE: the gradient of each segment's initial state if that of its final state is 0,
+//   g = sum_i exp(s_i) c_i d_i^T, with s summed from the segment's first token on and d_i the
+//   gradient of y_i (the grid omits the first segment). x then holds the gradients of the outputs,
+//   and b the queries c. Chunks are processed from first to last.
 // STATES 2: the state before each chunk, rounded, for gated_scan_backward_sm80.cu and _sm90.cu.
-// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys and scores; only
-//   the state is decayed here.
-// Shared memory: 2 stages x (64 x STATE_TILE keys, as many queries with outputs, 64 x 64 values) of 2 bytes,
-//   STATE_TILE x 64 x 2 bytes of state unless STATES is 1, dynamic; 4 x 64 floats static.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
-//   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8);
-//   THREADS 128.
+// CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys
+//   and scores; only the state is decayed here.
+// Shared memory, dynamic, all of 2 bytes: 2 stages x (64 x STATE_TILE keys, with STATES 0 also
+//   64 x STATE_TILE queries, 64 x 64 values), STATE_TILE x 64 state unless STATES is 1. Static: 64
+//   floats per warp.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1,
+//   0 unless STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its
+//   tile (both are multiples of 8); THREADS 128.
 //   Minimum architecture: sm_80. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"
@@ -70,11 +73,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
                                           // [slots, heads, state_dim]
     const T* __restrict__ scores,         // [slots, heads, 64, 64], decayed, with CHANNELS
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
-    const float* initial,                 // [num_sequences, segments, heads, state_dim, head_dim] or null
+    const float* initial,                 // state before each segment, or null: [num_sequences,
+                                          // segments, heads, state_dim, head_dim], with one
+                                          // segment [num_sequences, num_heads, state_dim, head_dim]
     T* __restrict__ y,                    // [tokens, num_heads, head_dim]; with STATES 2
                                           // [slots, heads, state_dim, head_dim]
     float* __restrict__ states,           // with STATES 1 like initial, with STATES 0
-                                          // [num_sequences, heads, state_dim, head_dim]
+                                          // [num_sequences, num_heads, state_dim, head_dim]
     float* __restrict__ total_decay,      // [num_sequences, segments, heads], with CHANNELS also
                                           // [.., state_dim], log2, with STATES 1
     const __grid_constant__ cukit::ScanParameters p) {
@@ -216,7 +221,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan(
             [&](unsigned(&r)[4], int n, int) { value_rows(r, 16 * step, 8 * n); });
       }
 
-      // The memory of the warp's queries, no longer needed, stages its outputs for coalesced stores.
+      // The shared memory of the warp's queries is reused to stage its outputs for coalesced
+      // stores.
       __syncwarp();
       unsigned char* staged =
           memory + stage * kStageBytes + kKeyBytes + kValueBytes + warp * (16 * STATE_TILE * 2);

@@ -1,11 +1,12 @@
-// Gated linear recurrence, chunk by chunk on Hopper's tensor cores. Equations, STATES and REVERSE: see
+// Gated linear recurrence, chunk by chunk, with wgmma. Equations, STATES and REVERSE: see
 // gated_scan_sm80.cu.
 //
 // Papers: Dao and Gu, arXiv:2405.21060 (the chunked form); Yang et al., arXiv:2312.06635.
 //
-// Mapping: grid (segment, column tile, sequence * heads + head of the launch). A block of one or two warpgroups
-//   iterates over the chunks of 64 tokens of its segment and prefetches the next one. The state stays in registers as
-//   the float accumulators of its update, and is rounded to shared memory for the outputs. Per chunk:
+// Mapping: grid (segment, column tile, sequence * heads + head of the launch). A block of one or
+//   two warpgroups iterates over the chunks of 64 tokens of its segment and prefetches the next
+//   chunk. The state stays in registers, as the float accumulators of its update, and is rounded to
+//   shared memory for the outputs. Per chunk:
 //
 //     scores  = C B^T              outputs = C h            asynchronously, while values are scaled
 //     outputs = exp(s) outputs + (decayed scores) X         scores from registers
@@ -13,13 +14,15 @@
 //
 // CHANNELS: a decay per row of the state. gated_scan_channels.cu has already decayed queries, keys and scores; only
 //   the state is decayed here.
-// Programmatic dependent launch: the first copies of the inputs precede the wait for the segments' states.
-// Shared memory, in parts of 64 columns with a 128-byte swizzle: 2 stages x (64 x STATE_TILE keys, 64 x 64
-//   values, with outputs 64 x STATE_TILE queries) | 64 x 64 scaled values | STATE_TILE x 64 state unless STATES
-//   is 1, all of 2 bytes, dynamic; 64 floats per warp static.
-// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1, 0 unless
-//   STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its tile (both are of 8);
-//   THREADS 128, or 256 with STATES: two warpgroups, each with half of the state.
+// Programmatic dependent launch: the first copies of the inputs are issued before the wait for the
+//   kernels that compute the segments' states.
+// Shared memory, in parts of 64 columns with a 128-byte swizzle, dynamic, all of 2 bytes: 2 stages
+//   x (64 x STATE_TILE keys, 64 x 64 values, with STATES 0 also 64 x STATE_TILE queries), 64 x 64
+//   scaled values, STATE_TILE x 64 state unless STATES is 1. Static: 64 floats per warp.
+// Macros: DTYPE float16|bfloat16; STATE_TILE 64|128, at least state_dim; STATES 0|1|2; REVERSE 0|1,
+//   0 unless STATES is 1; CHANNELS 0|1; PADDED 0|1: state_dim or head_dim is not a multiple of its
+//   tile (both are multiples of 8); THREADS 128, or with STATES 1 or 2 also 256: two warpgroups,
+//   each with half of the state.
 // Architecture: sm_90 (sm_90a) only. Accumulates in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/hopper/shared_tile.cuh"
@@ -68,10 +71,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
                                           // [slots, heads, state_dim]
     const T* __restrict__ scores,         // [slots, heads, 64, 64], decayed, with CHANNELS
     const int* __restrict__ cu_seqlens,   // [num_sequences + 1] or null: seq_len each
-    const float* initial,                 // [num_sequences, segments, heads, state_dim, head_dim] or null
+    const float* initial,                 // state before each segment, or null: [num_sequences,
+                                          // segments, heads, state_dim, head_dim], with one
+                                          // segment [num_sequences, num_heads, state_dim, head_dim]
     T* __restrict__ y,                    // [tokens, num_heads, head_dim]; with STATES 2
                                           // [slots, heads, state_dim, head_dim]
-    float* __restrict__ states,           // like initial with STATES 1, else without segments
+    float* __restrict__ states,           // with STATES 1 like initial, with STATES 0
+                                          // [num_sequences, num_heads, state_dim, head_dim]
     float* __restrict__ total_decay,      // [num_sequences, segments, heads], with CHANNELS also
                                           // [.., state_dim], log2, with STATES 1
     const __grid_constant__ cukit::ScanParameters p) {
@@ -242,7 +248,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, STATE_TILE == 64 && kGroup
       }
       cukit::wgmma_commit();
     }
-    // With two warpgroups, each computes 64 rows of the state, or 32 columns of 64 rows.
+    // With two warpgroups, each computes 64 of the 128 rows of the state, or 32 columns of its 64
+    // rows.
     constexpr bool kSplitRows = Rows::kRowGroups == kGroups;
     const int group = cukit::warp_uniform(warp / 4);
     const unsigned long long key_columns = KeyTile::mn_major(keys) + (kSplitRows ? group * KeyTile::kPart : 0);

@@ -2,12 +2,13 @@
 //
 //   h = exp(l) h + b x^T      y = h^T c      l: one per head, or with CHANNELS one per row of h
 //
-// Memory-bound: a state is read and written once. Mapping: one block per (sequence, head). A thread processes VEC
-// columns of every kRows-th row of the state; partial sums of y are reduced by shuffles, then in shared memory, in a
-// fixed order.
+// Memory-bound: a state is read and written once. Mapping: one block per (sequence, head). A thread
+// processes VEC columns of every kRows-th row of the state; partial sums of y are reduced by
+// shuffles, then in shared memory, in a fixed order.
 // Shared memory: 4 * ((CHANNELS ? 3 : 2) * STATE_DIM + THREADS * VEC) bytes, dynamic.
-// Macros: DTYPE float32|float16|bfloat16; STATE_DIM; HEAD_DIM; VEC 1|2|4, a divisor of HEAD_DIM; CHANNELS 0|1; THREADS,
-//   a multiple of 32. With extents that are not constants, the kernel takes 18 % longer.
+// Macros: DTYPE float32|float16|bfloat16; STATE_DIM; HEAD_DIM; VEC 1|2|4, a divisor of HEAD_DIM;
+//   CHANNELS 0|1; THREADS, a multiple of 32. STATE_DIM and HEAD_DIM are macros, because the kernel
+//   takes 18 % longer if they are not constants.
 // Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan_step.
 #include "common/platform.cuh"
@@ -20,7 +21,7 @@ using Values = cukit::Vec<float, VEC>;
 constexpr int kBatch = 4;  // vectors of the state that a thread loads before it uses the first
 constexpr int kVecs = HEAD_DIM / VEC;
 constexpr int kWidth = kVecs < THREADS ? kVecs : THREADS;  // vectors of a row per iteration
-constexpr int kRows = THREADS / kWidth;                    // of the state, at a time
+constexpr int kRows = THREADS / kWidth;                    // rows of the state per iteration
 constexpr int kBatches = (STATE_DIM + kBatch * kRows - 1) / (kBatch * kRows);
 // Whether all threads have kBatch rows in each batch.
 constexpr bool kFull = STATE_DIM > 0 && kRows * kWidth == THREADS && STATE_DIM % (kBatch * kRows) == 0;

@@ -1,12 +1,15 @@
-// Initial states of the segments of a sequence, from each segment's final state for an initial state of 0.
+// Initial states of the segments of a sequence, from the final state that each segment has for an
+// initial state of 0.
 //
 //   before[0] = initial      before[s + 1] = 2^total_decay[s] before[s] + added[s]
 //
-// added[s] of the last segment is not used. With REVERSE the recurrence runs from the last segment to the
-// first and computes the gradients of the segments' final states from that of the sequence's final state.
+// added[s] of the last segment is not used. With REVERSE the recurrence runs from the last segment
+// to the first: it computes the gradients of the final states of the segments from the gradient of
+// the final state of the sequence.
 //
-// Mapping: grid (parts of a state, sequence * heads + head of the launch), one thread per element; in place.
-// Programmatic dependent launch: the next launches start early.
+// Mapping: grid (parts of a state, sequence * heads + head of the launch), one thread per element;
+// `states` holds added on entry and before on exit. Programmatic dependent launch: the next kernel
+// may start early.
 // Macros: REVERSE 0|1; CHANNELS 0|1; THREADS. Minimum architecture: sm_80. Sequential, hence deterministic.
 // Reference: cukit/reference/sequence.py, gated_scan.
 #include "common/platform.cuh"

@@ -5,7 +5,7 @@
 
 namespace cukit {
 
-// gated_scan, gated_scan_backward, join_segments
+// gated_scan, gated_scan_backward, gated_scan_channels, gated_scan_channels_backward, join_segments
 struct ScanParameters {
   int num_sequences, seq_len, num_heads, num_groups, head_dim, state_dim;
   int segments;           // per sequence
@@ -23,7 +23,7 @@ struct StepParameters {
   int num_heads, num_groups, heads_per_group;
 };
 
-// causal_conv, causal_conv_backward
+// causal_conv, causal_conv_backward, causal_conv_step
 struct ConvParameters {
   int seq_len, channels;
 };

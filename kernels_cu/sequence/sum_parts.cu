@@ -2,8 +2,9 @@
 //
 //   sum[token, group, col] = before[token, group, col] + sum_p parts[token, group, p, col]
 //
-// Parts that are not in memory at the same time are summed by several launches. Each launch but the last stores its
-// float sum in `after`, which is `before` of the next launch, so the result is bitwise that of a single launch.
+// Parts that are not in memory at the same time are summed by several launches. Each launch but the
+// last stores its float sum in `after`, which is `before` of the next launch, so the result is
+// bitwise equal to the result of a single launch.
 //
 // Mapping: grid (blocks of tokens x cols, groups of the launch), one thread per sum. Macros: DTYPE
 //   float32|float16|bfloat16; THREADS. Minimum architecture: sm_80. Accumulates in float in a fixed order:
@@ -18,7 +19,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_parts(
     const T* __restrict__ parts,  // [tokens, groups, parts, cols]
     const float* before,          // [tokens, groups, cols] or null: 0
     float* after,                 // like `before`, may be the same; null: the sums go to `out`
-    T* __restrict__ out,          // [tokens, num_groups, cols], of which groups [first_group, first_group + groups)
+    T* __restrict__ out,          // [tokens, num_groups, cols]: writes the groups of the launch,
+                                  // from first_group on
     const __grid_constant__ cukit::SumParameters p) {
   const long long at = static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x;
   if (at >= p.tokens * p.cols) return;

@@ -1,5 +1,5 @@
-"""Cases of `cukit.attention`: 16384 tokens and 2048 columns of heads, in the usual shapes. Cases of
-masks, blocks and variable-length sequences are in `attention_options`.
+"""Cases of `cukit.attention`: most have 16384 tokens and heads of 2048 columns in total. Cases of
+windows, block masks and variable-length sequences are in `attention_options`.
 
 The peers are the two backends of torch's scaled_dot_product_attention that do not write the score
 matrix: FlashAttention-2 and cuDNN.
@@ -73,7 +73,8 @@ class Shape:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Three lengths for every head_dim, and one GQA shape; forward and backward."""
+    """Three lengths for each of three head_dims, and one GQA shape, forward and backward; other
+    head_dims, some of them forward only; float16."""
     if small:
         shapes = [Shape(1, 40, 4, 2, 16, causal) for causal in (False, True)]
         further = [Shape(1, 40, 4, 2, 24, False, 16)]
@@ -119,7 +120,7 @@ def _sdpa(backend: str, shape: Shape) -> Callable[..., Any]:
 
 
 def by_key_head(shape: Shape, function: Callable[..., Any], *arrays: Any) -> tuple[Any, ...]:
-    """The reference, per KV head and batch: all scores at once would not fit."""
+    """The reference, per KV head and batch: all scores at once would not fit in memory."""
     xp = array_module()
 
     def part(array: Any, b: int, h: int) -> Any:
@@ -136,7 +137,7 @@ def by_key_head(shape: Shape, function: Callable[..., Any], *arrays: Any) -> tup
 
 
 def forward_case(shape: Shape, dtype: str) -> Case:
-    """Reads q, k and v, writes out and lse."""
+    """Reads q, k and v, writes out."""
 
     def build() -> Workload:
         q, k, v, _ = shape.arrays(dtype)

@@ -1,4 +1,7 @@
-"""Cases of `append_kv`: RoPE, quantisation and the write into a cache, and torch as the peer."""
+"""Cases of `append_kv` (RoPE, quantisation and the write into a cache) and of `pack_kv`.
+
+The peer of `append_kv` into a bfloat16 cache is torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ HEADS_Q, HEADS_KV, BLOCK_SIZE = 32, 8, 16
 
 
 def cases(small: bool = False) -> list[Case]:
-    """A decode step and a prompt, for each dtype of the cache."""
+    """Packing to int4; a decode step and a prompt, for each dtype of the cache."""
     if small:
         return [*(_case(5, 16, codes) for codes in ("", "int8")), _pack_case(2, 32)]
     return [
@@ -35,7 +38,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def _pack_case(groups: int, head_dim: int) -> Case:
-    """Packing of 16-bit blocks of 64 tokens to int4: of 32 layers, or of a prompt."""
+    """Packs `groups` blocks of 64 tokens from bfloat16 to int4, keys and values."""
 
     def build() -> Workload:
         xp = array_module()

@@ -1,9 +1,9 @@
 """Cases of FP8 attention, in the shapes of :mod:`profiling.cases.attention` and
 :mod:`profiling.cases.attention_options`.
 
-The FP8 kernel is compared with the kernel that keeps probabilities in 16 bits, and with cukit's
-BF16 kernel, on the same values. The floor of these rows is that of 16-bit products; FP8 products
-have twice the rate.
+The FP8 kernel is compared with the kernel that keeps probabilities in 16 bits (`precise`), and with
+cukit's bfloat16 kernel, on the same values. The floor of these cases assumes the rate of 16-bit
+products; FP8 products have twice that rate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from profiling.cases.attention import Shape, by_key_head
 from profiling.cases.attention_options import by_head, lengths_of
 from profiling.data import DTYPES, array_module, normal
 
-_TOLERANCE = 4e-2  # rounding probabilities to e4m3 alone costs 2.7e-2
+_TOLERANCE = 4e-2  # the rounding of probabilities to e4m3 alone causes an error of 2.7e-2
 
 
 def cases(small: bool = False) -> list[Case]:
@@ -49,7 +49,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def forward_case(shape: Shape, window: int | None = None) -> Case:
-    """Reads q, k and v, writes out and lse; optionally with a causal `window` of keys."""
+    """Reads q, k and v, writes out; optionally with a causal `window` of keys."""
     options: dict[str, Any] = {"causal": shape.causal}
     flops = shape.flops
     if window is not None:

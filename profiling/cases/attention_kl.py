@@ -2,7 +2,7 @@
 head_dims of 128 and 64, with and without known log-sum-exps.
 
 The peer is the straightforward torch code with both score matrices, eager and compiled. It is
-skipped for long sequences, whose matrices do not fit.
+skipped for sequences longer than LONGEST_PEER, whose matrices do not fit in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LONGEST_PEER = 4096
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Two lengths for two head_dims, a GQA shape; forward and backward."""
+    """Two lengths for two head_dims, and a GQA shape: forward, forward with the student's output,
+    backward."""
     if small:
         shapes = [Shape(1, 40, 4, 2, 16, causal) for causal in (False, True)]
     else:
@@ -45,7 +46,7 @@ def inputs_of(shape: Shape) -> tuple[Any, Any, Any, Any]:
     """Teacher's and student's queries and keys."""
     q_t, k_t, _, _ = shape.arrays("bfloat16")
     xp = array_module()
-    # A partly trained student: its scores are a mix of the teacher's and of independent ones.
+    # A partly trained student: queries and keys are mixtures of the teacher's and of noise.
     q_s, k_s = (
         (0.8 * x.astype(xp.float32) + 0.6 * normal(x.shape, "float32")).astype(x.dtype)
         for x in (q_t, k_t)
@@ -110,8 +111,8 @@ def forward_case(shape: Shape, known: bool) -> Case:
 
 
 def one_pass_case(shape: Shape, known: bool) -> Case:
-    """The mean divergence together with the student's attention, with or without the teacher's
-    log-sum-exps: distillation_attention beside flash_attention and attention_kl."""
+    """The mean divergence and the output of the student's attention, with or without the teacher's
+    log-sum-exps: distillation_attention, compared with flash_attention followed by attention_kl."""
 
     def build() -> Workload:
         q_t, k_t, q_s, k_s = arrays = inputs_of(shape)

@@ -43,8 +43,8 @@ class Shape:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Bound by memory (16 heads), by both (64), by tensor cores (128); one long request; different
-    lengths; draft tokens; FP8."""
+    """Cases bound by memory (16 heads), by tensor cores (128) and by both (64); one long request;
+    requests of different lengths; draft tokens; FP8."""
     if small:
         return [_case(Shape("mixed", (3, 90), 2, 2)), _case(Shape("2x70", (70, 70), 3, coded=True))]
     batches = ((128, 4096), (128, 8192), (32, 8192), (16, 8192), (1, 32768))
@@ -148,7 +148,7 @@ def _flashinfer(shape: Shape, q: Any, cache: Any, table: Any, lengths: Any) -> C
 
 
 def _expected(q: Any, cache: Any, table: Any, lengths: Any) -> Any:
-    """Request by request, in float32: the whole cache would not fit."""
+    """The reference per request, in float32: the whole cache would not fit in memory."""
     xp = array_module()
     out = xp.empty((*q.shape[:-1], LATENT), xp.float32)
     for b, length in enumerate(np.asarray(lengths.get() if xp is not np else lengths).tolist()):

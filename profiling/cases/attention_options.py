@@ -106,7 +106,7 @@ def window_case(seq_len: int, heads: int, head_dim: int, window: int) -> Case:
 
 
 def block_case(seq_len: int, heads: int, head_dim: int, density: float, block: int) -> Case:
-    """Blocks of `block` queries and keys, each unmasked with the given probability."""
+    """Tiles of `block` queries x `block` keys, each unmasked with probability `density`."""
     blocks = -(-seq_len // block)
     mask = np.random.default_rng(2).random((1, blocks, blocks)) < density
 

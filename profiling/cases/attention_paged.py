@@ -1,8 +1,8 @@
 """Cases of `paged_attention`: decode steps over a cache with blocks in random order.
 
-The peers are FlashInfer, for bfloat16 and float8 caches of head_dim 128, and the backends of
-torch's scaled_dot_product_attention, for bfloat16 and equal lengths, on the same keys,
-contiguous: the cost of a cache without blocks.
+The peers are FlashInfer, for bfloat16 and float8 caches of head_dim 128, and two backends of
+torch's scaled_dot_product_attention, for bfloat16 and equal lengths. torch reads the same keys from
+contiguous memory, which shows the cost of a cache in blocks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a key or value of one head, with the scale of codes; for int4 on average."""
+        """Bytes of a key or value of one head, with the scale of codes; int4: the mean of both."""
         if self.codes == "int4":
             return self.head_dim // 2 + 2 + 2 * self.head_dim // GROUP_ROWS
         return self.head_dim + 4 if self.codes else 2 * self.head_dim
@@ -65,7 +65,8 @@ class Shape:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Long and short requests, few and many, of equal and very unequal lengths."""
+    """Long and short requests, few and many, of equal and very unequal lengths; quantised caches;
+    merges of two attention states."""
     if small:
         mixed = Shape("mixed", (3, 40), 4, 1, 24)
         narrow = Shape("2x20", (20, 20), 4, 2, 16, codes="int8")
@@ -257,7 +258,7 @@ def _dense_impl(backend: str, shape: Shape, q: Any, k: Any, v: Any, table: Any) 
 def _expected(
     q: Any, k: Any, v: Any, table: Any, lengths: Any, recent: RecentKV | None = None
 ) -> Any:
-    """Request by request, in float32: the whole cache would not fit in memory."""
+    """The reference per request, in float32: the whole cache would not fit in memory."""
     xp = array_module()
     out = xp.empty(q.shape, xp.float32)
     for b, length in enumerate(np.asarray(lengths.get() if xp is not np else lengths).tolist()):

@@ -1,7 +1,8 @@
 """Cases of `paged_attention` with many queries per request, and of `cascade_attention`.
 
-Peers read the same keys, contiguous: the cost of a cache without blocks. The peer of a cascade is
-plain paged attention.
+The peers are FlashInfer on the same cache and, on the same keys in contiguous memory, cukit's
+`flash_attention` and torch, which show the cost of a cache in blocks. Cascades are compared with
+FlashInfer's, and with decode attention that reads the shared keys for each request (`-flat`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _DTYPE = "bfloat16"
 
 @dataclass(frozen=True)
 class Prefill:
-    """The last queries of each request, over all its keys."""
+    """Attention of the last queries of each request over all keys of the request."""
 
     name: str
     queries: tuple[int, ...]
@@ -52,7 +53,7 @@ class Prefill:
 
     @property
     def bytes(self) -> int:
-        """Bytes of keys, values, queries and outputs, once."""
+        """Bytes of keys, values, queries and outputs, all as bfloat16."""
         rows = sum(self.keys) * self.heads_kv + sum(self.queries) * self.heads_q
         return 2 * rows * self.head_dim * itemsize(_DTYPE)
 
@@ -82,7 +83,8 @@ class Cascade:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Prompts, chunked prefill, chunks mixed with decode steps; long and short shared prefixes."""
+    """Prompts, chunked prefill, chunks mixed with decode steps, quantised caches; long and short
+    shared prefixes."""
     if small:
         mixed = Prefill("mixed", (5, 1, 9), (5, 20, 30), 4, 2, 16)
         return [

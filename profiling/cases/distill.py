@@ -1,4 +1,6 @@
-"""Cases of `cukit.distill`: losses with their gradients, fused heads, the optimizer."""
+"""Cases of `cukit.distill`: losses with their gradients, losses fused with the output head, and the
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ SMALL_MODEL = [(30, 8), (8,), (24, 8)]
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Every op of the family: logits and heads in bfloat16, parameters in float32."""
+    """Losses on logits, losses with output heads, and the optimizer: logits and heads in bfloat16,
+    parameters in float32."""
     logits = SMALL_LOGITS if small else LOGITS
     heads = SMALL_HEADS if small else HEADS
     model = SMALL_MODEL if small else MODEL
@@ -283,7 +286,8 @@ def _kl_case(
 
 
 def _liger_divergence(divergence: str) -> Callable[..., Any]:
-    """The mean over rows, as a function of the log-probabilities of student and teacher."""
+    """Liger's mean divergence over rows: a function of the log-probabilities of student and
+    teacher."""
     liger = peers.optional("liger_kernel.transformers")
     if divergence == "total_variation":
         tvd = liger.LigerTVDLoss(reduction="batchmean")
@@ -296,7 +300,7 @@ def _liger_divergence(divergence: str) -> Callable[..., Any]:
 
 
 def _torch_divergence(torch: ModuleType, log_p: Any, log_q: Any, divergence: str) -> Any:
-    """The mean over rows; mixtures of p and q have equal weights."""
+    """The mean divergence over rows; mixtures of p and q have equal weights."""
     p, q = log_p.exp(), log_q.exp()
     log_m = torch.log((p + q) / 2)
     rows = {

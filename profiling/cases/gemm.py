@@ -30,7 +30,8 @@ Extents = tuple[int, int, int]
 
 LLAMA_1B = ((2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048))
 LLAMA_8B = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
-"""(k, n) of the linear layers of a block: q, k and v, output, gate and up, down."""
+"""(k, n) of the linear layers of a transformer block: joint q, k and v; output; joint gate and up;
+down."""
 TOKENS = (1, 16, 64, 128, 256, 512, 1024, 4096, 8192)
 
 FUSED = ((128, 16384, 4096), (128, 11008, 4096), (4096, 16384, 4096), (4096, 8192, 8192))

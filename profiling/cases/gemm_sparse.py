@@ -22,7 +22,7 @@ from profiling.impls import forward_impls
 FAMILY = "gemm"
 DTYPE = "bfloat16"
 
-# A weight of 8192 x 8192 on 4096 tokens, and a small one for `cases(small=True)`.
+# [m, k] of the weight and number of tokens; SMALL_SHAPE is for `cases(small=True)`.
 SPARSE_SHAPE = (8192, 8192, 4096)
 SMALL_SHAPE = (256, 128, 48)
 

@@ -29,7 +29,7 @@ _GEMLITE_SHAPE = (4096, 4096)
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Layers of an 8B and a 70B Llama and a square layer, from one token to thousands."""
+    """Layers of an 8B and a 70B Llama, and a square layer, with 1 to 8192 tokens."""
     if small:
         return [
             weight_only_case(5, 64, 256, "int4"),

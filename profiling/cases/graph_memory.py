@@ -21,7 +21,8 @@ DTYPE = "bfloat16"
 
 
 def cases(small: bool = False) -> list[Case]:
-    """[queries, rows, dim, k] and [nodes, neighbours, dim, steps]."""
+    """Retrievals (queries, rows, dim, k), graphs (nodes, neighbours, dim, steps), reads (queries,
+    rows, dim) and writes (rows, writes, dim)."""
     if small:
         retrievals, graphs = [(3, 500, 32, 8)], [(50, 4, 16, 3)]
         reading, writing = (5, 40, 16), (30, 20, 16)
@@ -93,7 +94,8 @@ def _graph(like: Any, num_nodes: int, neighbours: int) -> Transition:
 
 
 def gathered_bytes(num_nodes: int, neighbours: int, dim: int, steps: int) -> int:
-    """Bytes of all steps; a step takes a row per edge, the edges, the memory and the result."""
+    """Bytes of all steps. A step reads a row of the state per edge, the edges and the memory, and
+    writes the result."""
     edges = num_nodes * neighbours
     rows = (edges + 2 * num_nodes) * dim * itemsize(DTYPE)
     return steps * (rows + 8 * edges + 4 * num_nodes)

@@ -59,9 +59,10 @@ def counts_of(groups: int, rows: int) -> np.ndarray[Any, Any]:
 
 
 def forward_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) -> Case:
-    """y[r] = weights[g] x[r]; the peer is cuBLAS per group, with sizes known on the host.
+    """y[r] = weights[g] x[r] for each row r of group g. The peers are cuBLAS, one call per group
+    with sizes known on the host, and torch's grouped product.
 
-    set_aside: each group has a fixed number of rows, x [groups, capacity, k].
+    set_aside: x is [groups, capacity, k], and each group uses only its first rows.
     """
     counts = counts_of(groups, rows)
 
@@ -87,7 +88,7 @@ def forward_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False
 
 
 def backward_case(groups: int, rows: int, n: int, k: int) -> Case:
-    """Both gradients; the peer is cuBLAS per group."""
+    """Both gradients; the peer is two cuBLAS calls per group."""
     counts = counts_of(groups, rows)
 
     def build() -> Workload:
@@ -148,7 +149,7 @@ def gated_case(groups: int, rows: int, n: int, k: int) -> Case:
 
 
 def fp8_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) -> Case:
-    """y[r] = weights[g] x[r] of FP8 codes with block scales."""
+    """y[r] = weights[g] x[r] of FP8 codes with block scales; set_aside: as in forward_case."""
     counts = counts_of(groups, rows)
 
     def build() -> Workload:

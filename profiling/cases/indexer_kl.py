@@ -2,7 +2,7 @@
 all keys and over selected ones.
 
 The peer is the straightforward torch code with all score matrices, eager and compiled. It is
-skipped for long sequences, whose matrices do not fit.
+skipped for sequences longer than LONGEST_PEER, whose matrices do not fit in memory.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Shape:
         )
 
     def flops(self, student_products: int) -> float:
-        """FLOPs of the teacher's product and the given number of the student's, unmasked half
-        only."""
+        """FLOPs of one product of the teacher and `student_products` products of the student, for
+        the unmasked half of the pairs; `top_k` is ignored."""
         columns = self.num_heads_t * self.head_dim_t
         columns += student_products * self.num_heads_s * self.head_dim_s
         return float(self.batch * columns * self.seq_len**2)
 
     def bytes(self, *, backward: bool) -> float:
-        """The size of all inputs and, if `backward`, of the gradients of the indexer's."""
+        """Bytes of all inputs and, if `backward`, of the gradients of the indexer's inputs."""
         teacher = (self.num_heads_t + self.num_kv_heads_t) * self.head_dim_t * itemsize(DTYPE)
         teacher += self.num_heads_t * itemsize("float32")  # the log-sum-exps
         indexer = (self.num_heads_s + 1) * self.head_dim_s * itemsize(DTYPE)
@@ -91,7 +91,7 @@ class Shape:
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Forward and backward."""
+    """Dense and with top-k selection, forward and backward."""
     if small:
         shapes = [Shape(1, 40, 4, 2, 16, 3, 16, top_k) for top_k in (None, 8)]
     else:

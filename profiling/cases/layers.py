@@ -363,7 +363,8 @@ def rope_backward_case(*size: int) -> Case:
 
 
 def linear_rope_case(tokens: int, rotated: int, others: int, head_dim: int, hidden: int) -> Case:
-    """Queries, keys and values: heads that are rotated, heads of values."""
+    """One projection: `rotated` heads of queries and keys, which are rotated, and `others` heads of
+    values."""
     columns = (rotated + others) * head_dim
 
     def torch_projection(torch: ModuleType) -> Callable[..., Any]:

@@ -43,10 +43,10 @@ def scattered_case(block: int, total: int) -> Case:
 
 
 def slide_case(block: int, gap: int, total: int) -> Case:
-    """Moves blocks with gaps between them down, to close the gaps.
+    """Moves blocks down to close the gaps between them.
 
-    Every move is by a multiple of the gap, and the data is periodic with the gap: a move changes no
-    byte and can be repeated in place. Correctness is tested in tests/memory.
+    The distance of every move is a multiple of the gap, and the data is periodic with the gap, so a
+    move changes no byte and can be repeated in place. Correctness is tested in tests/memory.
     """
     count = total // block
     moves = [(i * block, i * (block + gap) + gap, block) for i in range(count)]

@@ -33,7 +33,7 @@ OPS = (
 
 
 def cases(small: bool = False) -> list[Case]:
-    """[sequences, tokens] of a layer; [sequences, tokens in the full caches] of a step."""
+    """Layers of (sequences, tokens); steps of (sequences, tokens in the full caches)."""
     config = MetaAttentionConfig(hidden=2048, num_heads=32, state_dim=64)
     shapes: tuple[tuple[int, int], ...] = ((2, 4096), (8, 1024))
     steps = ((64, 4096),)
@@ -69,7 +69,7 @@ def _expected(
 
 
 def layer_case(config: MetaAttentionConfig, batch: int, tokens: int, backward: bool) -> Case:
-    """Forward, or backward only, of x and all parameters."""
+    """The forward, or the gradients of x and of all parameters."""
 
     def build() -> Workload:
         parameters = _parameters(config)
@@ -122,8 +122,8 @@ def _forward_of(x: Any, module: MetaAttention) -> Any:
 
 
 def step_case(config: MetaAttentionConfig, batch: int, tokens: int) -> Case:
-    """The step of the last token that fits in the state, repeatedly. The decays are so strong that
-    the scan's state contains only this token, so repeated steps have equal results."""
+    """The step of the last token that fits in the state, repeated. The decays are so strong that
+    the scan's state contains only this token, so that repeated steps have equal results."""
 
     def build() -> Workload:
         parameters = _parameters(config)

@@ -52,7 +52,8 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def router_case(num_tokens: int, num_experts: int, top_k: int, losses: bool = False) -> Case:
-    """Weights, experts and their order; torch computes only weights and experts."""
+    """Weights, experts and expert order, optionally the losses; torch computes only weights and
+    experts."""
 
     def torch_router(torch: ModuleType) -> Callable[..., Any]:
         def function(logits: Any) -> Any:
@@ -233,7 +234,7 @@ def ffn_backward_case(
 
 
 def bank_case(batch: int, seq_len: int, dim: int, num_layers: int, top_k: int) -> Case:
-    """The peers are the mixture of all layers, and products with gathered layers."""
+    """The peers compute all layers for all samples, or gather the chosen layers of each sample."""
 
     def torch_bank(dense: bool) -> Callable[[ModuleType], Callable[..., Any]]:
         def make(torch: ModuleType) -> Callable[..., Any]:
@@ -284,7 +285,7 @@ def bank_backward_case(batch: int, seq_len: int, dim: int, num_layers: int, top_
 
 
 def _bank(batch: int, seq_len: int, dim: int, num_layers: int) -> tuple[Any, Any, Any]:
-    """Samples whose means differ, the router and the layers."""
+    """Samples, the router and the layers."""
     x = normal((batch, seq_len, dim), DTYPE)
     router = normal((num_layers, dim), "float32")
     return x, router, normal((num_layers, dim, dim), DTYPE, scale=dim**-0.5)

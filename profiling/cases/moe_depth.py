@@ -1,4 +1,6 @@
-"""Cases of mixed depth in `cukit.moe`: blocks that process some tokens, layers per token."""
+"""Cases of varying depth in `cukit.moe`: mixture of depths, in which a block processes only some of
+the tokens, and adaptive depth, in which each token has its own number of layers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ DTYPE = "bfloat16"
 
 
 def cases(small: bool = False) -> list[Case]:
-    """An eighth of the tokens; uniform depths."""
+    """Mixture of depths with an eighth of the tokens; adaptive depth with uniform depths."""
     routing, layers = (
         ((2, 40, 8, 32), (40, 16, 3)) if small else ((8, 4096, 512, 4096), (8192, 4096, 4))
     )
@@ -36,7 +38,7 @@ def cases(small: bool = False) -> list[Case]:
 
 
 def _depth_case(op: str, shape: tuple[int, int, int, int], rows: int, build: Any) -> Case:
-    """rows: number of rows of hidden elements read or written."""
+    """rows: number of rows of hidden elements read or written; 0: only logits and slots."""
     batch, seq_len, capacity, hidden = shape
     return Case(
         family=FAMILY,
@@ -169,7 +171,7 @@ def _adaptive_inputs(tokens: int, hidden: int, layers: int) -> tuple[Any, Any, A
 def _adaptive_case(
     op: str, tokens: int, hidden: int, layers: int, products: int, build: Callable[[], Workload]
 ) -> Case:
-    """Uniform depths: on average half of the layers per token. The peer runs all layers."""
+    """Depths are uniform, so a token has on average half of the layers."""
     return Case(
         family=FAMILY,
         op=op,
@@ -181,7 +183,7 @@ def _adaptive_case(
 
 
 def adaptive_case(tokens: int, hidden: int, layers: int) -> Case:
-    """The peer: the layers on all tokens, and a selection afterwards."""
+    """The peer runs all layers on all tokens, and selects the result after each layer."""
 
     def build() -> Workload:
         x, weights, depth = _adaptive_inputs(tokens, hidden, layers)

@@ -32,7 +32,8 @@ TILE: dict[str, Any] = {"axis": (-2, -1), "group_size": 128}
 
 
 def cases(small: bool = False) -> list[Case]:
-    """Activations by token and by 1x128, weights by row, group and tile, tensors, columns."""
+    """Scales per token and per 1x128 block for activations; per row, group and tile for weights;
+    per tensor and per column."""
     large = (256, 256) if small else (16384, 8192)
     return [
         quantize_case(*large, int8, "row", ROW),

@@ -89,8 +89,8 @@ def sample_case(
 def flashinfer_impls(logits: Any, options: Options) -> dict[str, Callable[[], Call]]:
     """FlashInfer's samplers, including the softmax for those that take probabilities.
 
-    They use other random numbers. Its "joint" order is a different rule, top-p of the whole
-    distribution, and is not a peer.
+    They use other random numbers. FlashInfer's "joint" order is not a peer: it applies top-p to the
+    whole distribution, which is a different rule.
     """
     top_k, top_p = options.get("top_k"), options.get("top_p")
 
@@ -195,7 +195,7 @@ def flashinfer_verify(drafts: Any, logits: Any, probs: Any, options: Options) ->
 
 
 def _verifiable(drafts: Any, logits: Any, arguments: Options, result: Any) -> Any:
-    """The reference's results for requests whose tokens from the peer are permitted, else -2."""
+    """The reference's results for requests for which the peer's tokens are permitted, else -2."""
     xp = array_module()
     tokens, _, emitted = (xp.asarray(part.cpu().numpy()) for part in result)
     options = {name: value for name, value in arguments.items() if name != "draft_probs"}
