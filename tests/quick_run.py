@@ -2,9 +2,9 @@
 
 A test of an op is a grid of cases: shapes x dtypes x options, on the CPU, in the emulator and on
 the GPU. The quick run takes a few cases of each grid that together cover every value of every
-parameter. In the emulator, where most cases compile another variant, it takes one of these few, and
-of each file only the first tests. The plugin marks the others `slow`. Tests and parameters may also
-be marked directly. Without `-m` all cases run.
+parameter. In the emulator, where most cases compile another variant, it takes one of these cases,
+and only from the first tests of each file. The plugin marks all other cases `slow`. Tests and
+parameters may also be marked directly. Without `-m` all cases run.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_EMULATED = 1 << 16
 """Largest number of elements of a shape parameter in the emulator."""
 
 MAX_EMULATED_TESTS = 3
-"""Number of tests in a file, in order, that the quick run runs in the emulator as well. Every op
-runs in the emulator in tests/emulator/test_every_op.py, too."""
+"""The number of tests per file, from the top, that the quick run also runs in the emulator.
+tests/emulator/test_every_op.py runs every op in the emulator."""
 
 QUICK = "quick: every value of every parameter; all cases: make test-all, or pytest without -m"
 REST = "slow: the cases outside the quick run; quick run: make test, or pytest -m 'not slow'"
@@ -38,7 +38,7 @@ WHOLE = "all; quick run: make test, or pytest -m 'not slow'"
 
 
 def emulated(condition: Callable[..., bool]) -> pytest.MarkDecorator:
-    """Restrict the emulator to the cases that satisfy `condition`; the GPU runs all."""
+    """Restrict the emulator to the cases that satisfy `condition`; the CPU and the GPU run all."""
     return pytest.mark.emulated.with_args(condition)
 
 
@@ -50,9 +50,9 @@ def possible(condition: Callable[..., bool]) -> pytest.MarkDecorator:
 def cover(cases: Sequence[Sequence[Hashable]]) -> set[int]:
     """Return indices of a few `cases` that together cover every property of all cases.
 
-    Greedy: each choice adds the most new properties; ties are broken by the most new pairs of
-    properties, then by the least chosen properties. The score of a case only decreases as others
-    are chosen, so a case that is still the best after an update is the next choice.
+    Greedy: each choice adds the most new properties. Ties are broken by the most new pairs of
+    properties, then by the properties that were chosen least often. The score of a case only
+    decreases as others are chosen, so a case that is still the best after an update is chosen.
     """
     pairs = [frozenset(itertools.combinations(case, 2)) for case in cases]
     uses: Counter[Hashable] = Counter()

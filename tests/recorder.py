@@ -1,4 +1,4 @@
-"""A backend that records what a call plans, loads and launches."""
+"""A backend that records the kernels that a call loads and launches."""
 
 from __future__ import annotations
 

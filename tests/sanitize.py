@@ -34,8 +34,9 @@ FAMILIES = (
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 WARM_UP = "no tool"
 
-# initcheck does not track writes of cp.async.bulk, so kernels that read them, and copies of them to
-# the host, are not checked. The guard of the test suite covers both: it fills memory with NaN.
+# initcheck does not track memory written by cp.async.bulk, so kernels that read this memory and
+# copies of it to the host are not checked. The guard of the test suite covers both: it fills memory
+# with NaN.
 BULK_READERS = ("flash_attention_backward_finish",)
 OPTIONS = {
     "initcheck": (
@@ -65,7 +66,7 @@ class Finding(NamedTuple):
     group: str
     status: int
     errors: str
-    """The number of findings, or the end of the output if the tool did not finish."""
+    """The result of `errors_of`; empty after a run without a tool that succeeded."""
     seconds: float
 
 
@@ -104,7 +105,7 @@ def find_sanitizer() -> str:
 
 
 def errors_of(text: str) -> str:
-    """Parse the findings of a tool: "0", "3", "1 (2 hazards)", or the end of its output."""
+    """The number of findings: "0", "3", "2 (1 error, 1 warning)"; else the end of the output."""
     races = re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((.*?)\)", text)
     plain = re.findall(r"ERROR SUMMARY: (\d+) errors?", text)
     if races:
@@ -152,7 +153,7 @@ def jobs(tools: list[str], chosen: dict[str, Group]) -> list[tuple[str, str]]:
 
 
 def show(finding: Finding) -> bool:
-    """Print a line of the table; return True if there is no finding."""
+    """Print a line of the table; return True if the run succeeded without findings."""
     tool, group, status, errors, seconds = finding
     clean = status == 0 and errors in ("", "0")
     print(f"{tool:10} {group:44} {errors or '-':>6} {seconds:5.0f} s", end="")
@@ -166,9 +167,9 @@ def main() -> int:
     )
     parser.add_argument("--tool", action="append", choices=TOOLS)
     parser.add_argument("--group", action="append", help="the name of a group, or its prefix")
-    parser.add_argument("--quick", action="store_true", help="memcheck, a few groups a family")
+    parser.add_argument("--quick", action="store_true", help="memcheck, a few groups per family")
     parser.add_argument("--jobs", type=int, default=min(10, os.cpu_count() or 1))
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a process")
+    parser.add_argument("--limit", type=float, default=300, help="seconds per process")
     parser.add_argument("--logs", type=Path, help="folder for the output of the tools")
     parser.add_argument("--list", action="store_true", help="print the groups and exit")
     parser.add_argument("--run", help=argparse.SUPPRESS)

@@ -24,8 +24,8 @@ from tests.quick_run import cover
 MEASURING = {f"analyzer/{name}.cu" for name in ("access_probe", "copy", "fma_rate", "spin")}
 """Sources of the analyzer, which belong to no op."""
 
-# On the architecture that a kernel is tuned for, main loops do not spill, and at most a few values
-# are spilled from prologue to epilogue; on other architectures a few more may be.
+# Limits of kernels that known_spills does not list. For TUNED_ARCHS main loops do not spill, and at
+# most a few values are spilled from prologue to epilogue. Other architectures may spill a few more.
 TUNED_ARCHS = ("sm_80", "sm_90a")
 SPILLS_TUNED_BYTES = 32
 SPILLS_ELSEWHERE_BYTES = 128
@@ -46,7 +46,7 @@ def macro_values(variant: Variant) -> list[Hashable]:
 
 
 def chosen_variants() -> list[Variant]:
-    """Return all variants for the tuned architecture, a few for others."""
+    """Return all variants for the architecture of `home`, and a few for other architectures."""
     every = variants(devices(",".join(DEFAULT_ARCHS)))
     elsewhere = [variant for variant in every if variant.arch != home(variant)]
     few = cover([macro_values(variant) for variant in elsewhere])
@@ -74,7 +74,7 @@ def facts_of_cubin(compiled: CompiledKernel) -> tuple[int, int, int]:
 
 
 def facts_of_log(compiled: CompiledKernel) -> tuple[int, int, int]:
-    """The same, as reported by ptxas."""
+    """The values of facts_of_cubin, as reported by ptxas."""
     _, _, words = compiled.log.partition(f"Function properties for {compiled.info.entry}\n")
     words, _, _ = words.partition("Function properties")
     registers, shared, frame = (
@@ -94,9 +94,9 @@ def known_spills(variant: Variant) -> int:
     - Products with quantised weights on Hopper: values for the epilogue are spilled during the main
       loop of tiles with 128 tokens and more; the main loop itself has no spills.
     - Gradients of an indexer's queries with a head_dim of 256: a thread has 128 accumulators.
-    - Sampling by one block per row, with 64 registers per thread: values that are needed once a row
-      has been read are spilled until then, and the passes over candidates and over rows that must
-      be read again spill. Variants with 128 registers and without spills were not faster
+    - Sampling by one block per row, with 64 registers per thread: values that are needed after the
+      row has been read are spilled until then, and so are values in the passes over candidates and
+      over rows that are read again. Variants with 128 registers and without spills were not faster
       (profiling/notes/sampling.md).
     - Attention with the divergence from a teacher, 96 keys: descriptors are spilled in the loop;
       80 keys without spills were not faster under a causal mask (attention_distillation.md).

@@ -31,8 +31,8 @@ FIGURE = re.compile(r"\d+(?:\.\d+)?")
 
 
 def assert_alike(printed: str, promised: str) -> None:
-    """Check that words are equal, and numbers within 20%: losses depend on the training text, the
-    standard library."""
+    """Check that words are equal, and numbers within 20%: losses depend on the training text, which
+    is the source of Python's standard library."""
     assert FIGURE.sub("#", printed) == FIGURE.sub("#", promised)
     for one, other in zip(FIGURE.findall(printed), FIGURE.findall(promised), strict=True):
         assert float(one) == pytest.approx(float(other), rel=0.2, abs=1e-6)

@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 TESTED_ELSEWHERE = {"check_your_kernel.md", "memory.md", "torch.md"}
 
 NEED_A_GPU = {"profiling.md"}
-"""Only their imports are tested."""
+"""Only the imports of these pages are tested."""
 
 NEED_TORCH = {"first_hour/torch.md"}
 

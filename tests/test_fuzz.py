@@ -177,11 +177,11 @@ def mutations(value: Any, rng: np.random.Generator) -> Any:
 
 
 NEED_A_DEVICE = {"mla_metadata"}
-"""Functions without arrays that describe the current device; others run on the CPU."""
+"""Functions that take no arrays and need a device; all others run on the CPU."""
 
 
 def a_device_for(op: Op | Function) -> contextlib.AbstractContextManager[Any]:
-    """The emulator's device where a function needs one; nothing is compiled or launched."""
+    """The emulator for functions that need a device; nothing is compiled or launched."""
     return cukit.backend("emulator") if op.name in NEED_A_DEVICE else contextlib.nullcontext()
 
 
@@ -381,14 +381,14 @@ def test_an_output_that_overlaps_an_input_is_rejected(op: Op) -> None:
 
 
 COMPARED_ELSEWHERE = {
-    "flash_attention": {"q_descale", "k_descale", "v_descale"},  # only of float8 inputs
-    "dequantize": {"array"},  # its parts
+    "flash_attention": {"q_descale", "k_descale", "v_descale"},  # only compared for float8 inputs
+    "dequantize": {"array"},  # its storage, scales and zero points are compared
 }
 
 
 @pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
 def test_an_output_is_compared_with_every_array(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with arrays that are optional and not in the sample."""
+    """Also with optional arrays that the sample does not pass."""
     compared: set[str] = set()
 
     def recorded(*args: Any, name: str = "out", itself: str = "", **inputs: Any) -> None:
@@ -490,7 +490,7 @@ def test_references_reject_or_work(op: Op) -> None:
     ids=lambda op: op.name,
 )
 def test_the_arguments_that_are_replaced_are_valid(op: Op | Function) -> None:
-    """Else every call would raise the same CukitError, whatever is replaced."""
+    """Otherwise every call would raise the same CukitError, whatever is replaced."""
     positional, options = split(op, valid_arguments(op, random_generator(op)))
     with a_device_for(op):
         op.function(*positional, **options)

@@ -48,8 +48,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and its dependencies, but not this tree.
 
-    Dependencies are added by path, which does not process `.pth` files: an editable install of
-    cukit is not visible.
+    A `.pth` file adds the dependencies' folder to the path. Python does not process `.pth` files in
+    that folder, so an editable install of cukit is not visible.
     """
     folder = tmp_path_factory.mktemp("clean") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""KVCacheManager: results, errors, and random use verified by the contents of the slab."""
+"""KVCacheManager: results, errors, and random use checked against the contents of the slab."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_swap_that_fails_after_some_pieces_loses_nothing(
 
 @pytest.mark.parametrize("way", ["preempt", "resume"])
 def test_an_interrupt_at_any_line_of_a_swap_loses_nothing(way: str) -> None:
-    """SIGINT before each line of the cache's code that a swap executes, one run per line."""
+    """Raises SIGINT before each line of cukit.kv_cache that a swap executes, one run per line."""
     for line in itertools.count():
         swapping = Swapping("cpu")
         cache = swapping.cache
@@ -301,7 +301,7 @@ class Writer:
 @pytest.mark.parametrize("seed", range(6))
 @emulated(lambda policy, seed: (policy, seed) == ("lru", 0))
 def test_random_requests_read_what_they_wrote(policy: str, seed: int, device: str) -> None:
-    """Prompts with common prefixes, forks, swaps, and a slab that is always too small."""
+    """Prompts with common prefixes, forks and swaps, in a slab too small for all requests."""
     random_ = random.Random(f"{policy} {seed}")
     cache = manager(
         random_.choice([6, 12, 24]), random_.choice([1, 3, 4]), num_layers=2,
@@ -370,7 +370,7 @@ def test_random_requests_read_what_they_wrote(policy: str, seed: int, device: st
 
 @pytest.mark.gpu
 def test_swapped_blocks_are_reused_only_after_their_copy() -> None:
-    """The next request overwrites the blocks while half a gigabyte is being copied out."""
+    """The next request overwrites the blocks while 0.5 GB are still being copied to the host."""
     import cupy
 
     cache = manager(64, 64, num_layers=32, num_heads_kv=8, head_dim=128, device="gpu")
@@ -389,7 +389,7 @@ def test_swapped_blocks_are_reused_only_after_their_copy() -> None:
 
 @pytest.mark.gpu
 def test_host_memory_of_a_swap_is_kept_until_its_copies_complete() -> None:
-    """Right after the calls, pinned memory of the same size is allocated and overwritten."""
+    """Overwrites new pinned memory of the same size while the copies of a swap may still run."""
     import cupy
     import cupyx
 

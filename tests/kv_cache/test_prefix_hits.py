@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 def replay(turns: list[Turn], num_blocks: int, policy: str, concurrent: int) -> tuple[int, ...]:
-    """Runs manager and simulator together, comparing hits and evictions after every request."""
+    """Runs manager and simulator together, comparing hits and evictions after every step."""
     cache = KVCacheManager(
         num_blocks, BLOCK_SIZE, num_heads_kv=1, head_dim=4, policy=policy,
         pool=MemoryPool(provider=HostProvider()),

@@ -1,4 +1,4 @@
-"""RadixAttention: with sharing, forks, swaps and evictions, the results of uncached computation."""
+"""RadixAttention equals uncached attention after sharing, forks, swaps and evictions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GROUP = 32
 
 @lru_cache(maxsize=4096)
 def row_of(layer: int, state: int) -> Any:
-    """All heads of one token; `state` encodes the token and all before it."""
+    """q, k and v heads of one token; `state` encodes this token and all earlier ones."""
     shape = HEADS_Q + 2 * HEADS_KV, HEAD_DIM
     return np.random.default_rng([layer, state]).standard_normal(shape, np.float32)
 
 
 class Model:
-    """Queries, keys and values that depend on all tokens up to their own."""
+    """Queries, keys and values that depend on their token and all earlier ones."""
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = dtype
@@ -94,7 +94,7 @@ class Server:
         assert (self.attention.positions == self.xp.asarray(positions)).all()
         assert self.attention.length == max(lengths) - positions.shape[1]
         packed = [0] * len(requests)
-        if self.packs:  # a prompt reads its own keys unquantised
+        if self.packs:  # the new keys of a prompt are read unquantised
             packed = [begin] if begin >= 0 else self.cache.recent(requests)[1].tolist()
         for layer in range(LAYERS):
             parts = [self.model.rows(self.tokens[request], layer) for request in requests]
@@ -190,7 +190,7 @@ def test_caches_of_8_bit_codes(device: str, stored: Any) -> None:
 
 
 def test_attend_rotates_queries_and_keys(device: str) -> None:
-    """With rotary tables, the same results as for rows rotated beforehand."""
+    """`attend` with rotary tables gives the results of rows rotated beforehand."""
     outs = []
     for fused in (False, True):
         made = int4_server(device, 16)
@@ -210,8 +210,8 @@ def test_attend_rotates_queries_and_keys(device: str) -> None:
 
 
 def test_beams_equal_an_uncached_recomputation(device: str) -> None:
-    """Each step keeps the best continuations, as in beam search: some beams are forked, others
-    end."""
+    """Each step continues four random beams, as in beam search: some are forked several times,
+    others end."""
     served = server(device, 24, 4)
     random_ = random.Random(1)
     served.add(0, [3, 1, 4, 1, 5, 9])
@@ -238,7 +238,7 @@ def test_beams_equal_an_uncached_recomputation(device: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_requests_equal_an_uncached_recomputation(seed: int) -> None:
-    """Shared prompts, forks, both kinds of preemption, and too small a cache."""
+    """Shared prompts, forks and both kinds of preemption, in a cache too small for all requests."""
     random_ = random.Random(seed)
     served = Server(14, 3, np.float32, policy=["lru", "lfu", "priority"][seed])
     attention, running, waiting = served.attention, list[int](), list[int]()
@@ -356,7 +356,7 @@ def test_a_captured_decode_step_replays_after_each_append() -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     graph, states = None, []
     with stream:
-        for token in range(6):  # the first requests fill their blocks and take new ones
+        for token in range(6):  # enough to fill the last blocks and allocate new ones
             attention.append(["a", "b"], [token, token])
             for request in ("a", "b"):
                 served.tokens[request].append(token)

@@ -1,4 +1,4 @@
-"""The prefix tree against a plain dictionary, and the order of eviction."""
+"""The prefix tree, compared with a plain dictionary, and its order of eviction."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_random_use_against_a_dictionary(policy: str, seed: int) -> None:
 
 
 def test_a_long_prompt_is_found_quickly_in_a_large_tree() -> None:
-    """4096 tokens, 256 blocks with a branch at each, among 100,000 blocks: the target is 0.2 ms,
-    the bound five times that, for machines under load."""
+    """Matches a prompt of 4096 tokens, with a branch at each of its 256 blocks, in a tree of almost
+    100,000 blocks. The target is 0.2 ms; the bound of 1 ms allows for machines under load."""
     size, generator = 16, np.random.default_rng(0)
     tree = RadixTree(size)
     prompt = generator.integers(0, 1000, 4096, np.int32)

@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: short rows, ragged rows, rows that fill a block, odd addresses."""
+"""Groups for `tests.sanitize`: short, ragged and long rows, an address off 16-byte alignment."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def ids_of(rng, kind, num_tokens, num_embeddings):
 
 KINDS = ["equal", "rising", "uniform", "skewed"]
 
-# num_embeddings, hidden, shape of ids: scalar accesses, several slices of columns, chunks that end
-# in the middle, one and several passes of the sort, several of its chunks.
+# num_embeddings, hidden, shape of ids: scalar accesses, several slices of columns, partial chunks,
+# sorts of one and of several passes, sorts of several chunks.
 SIZES = [
     (5, 8, (3,)),
     (1, 3, (65,)),
@@ -108,7 +108,7 @@ def test_sort_is_stable_and_complete(rng, num_tokens, num_keys, kind):
 
 @pytest.mark.gpu
 def test_ids_outside_the_table(rng):
-    """The forward returns NaN for such ids; they get no gradient, even if grad_out is NaN there."""
+    """The forward returns rows of NaN for these ids; the backward ignores their grad_out rows."""
     ids = np.array([3, -1, 0, 4, 3], np.int64)
     weight, grad_out = random(rng, (4, 24), "float16"), random(rng, (5, 24), "float32")
     grad_out[[1, 3]] = np.nan

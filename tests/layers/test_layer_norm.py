@@ -28,7 +28,7 @@ from tests.quick_run import possible
 SHAPES = [(1, 8), (3, 3), (5, 257), (2, 3, 512), (7, 4096), (300, 1000), (2, 16384), (1, 65536)]
 
 
-# No longer than a row of each dtype may be.
+# Rows of at most the length that the kernels support for each dtype.
 fitting_rows = possible(lambda shape, dtype: dtype != "float32" or shape[-1] <= 32768)
 
 
@@ -70,7 +70,7 @@ def test_backward_matches_reference(device, rng, shape, dtype, has_bias, with_re
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_far_from_zero(device, rng, dtype):
-    """The variance must not come from a difference of large numbers."""
+    """The variance must not be computed as a difference of large numbers."""
     x = (100 + random(rng, (4, 512), "float32")).astype(random(rng, (1,), dtype).dtype)
     weight, bias = random(rng, (512,), dtype), random(rng, (512,), dtype)
     check_against_reference(
@@ -81,7 +81,7 @@ def test_rows_far_from_zero(device, rng, dtype):
 @pytest.mark.parametrize("cols", [96, 1000, 4096])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_rows_far_from_zero(device, rng, cols, dtype):
-    """Every warp of a row has another mean, far from zero."""
+    """The mean is far from zero and differs between the warps of a row."""
     steps = 100 + np.arange(cols) // 32
     x = (steps + random(rng, (9, cols), "float32")).astype(random(rng, (1,), dtype).dtype)
     grad_out, weight = random(rng, (9, cols), dtype), random(rng, (cols,), dtype)
@@ -94,8 +94,8 @@ def test_gradients_of_rows_far_from_zero(device, rng, cols, dtype):
     )
 
 
-# Rows within a warp: every number of lanes and of accesses per lane, idle lanes, and a last block
-# with fewer rows than it can process at once.
+# Rows for a warp or a part of it: every number of lanes and of accesses per lane, idle lanes, and a
+# last thread block with fewer rows than it can process at once.
 SHORT_ROWS = [
     *((cols, 0) for cols in (2, 24, 72, 100, 127, 128, 384, 512, 1024)),
     (64, 1),
@@ -105,7 +105,7 @@ SHORT_ROWS = [
 
 @pytest.mark.parametrize(("cols", "offset"), SHORT_ROWS)
 def test_short_rows(device, rng, cols, offset):
-    """With an offset of an element no row is aligned to 16 bytes, in any array."""
+    """With an offset of one element, no row of any array is 16-byte aligned."""
 
     x, residual, grad_out = (random(rng, (37, cols), "bfloat16") for _ in range(3))
     weight, bias = (random(rng, (cols,), "bfloat16") for _ in range(2))
@@ -140,7 +140,7 @@ def test_gradient_by_finite_differences(rng):
 
 
 def test_residual_gradient_is_added(rng):
-    """With y = norm(x + r) and the sum handed on, x receives both gradients."""
+    """x + r has two uses, the norm and the new residual: grad_x is the sum of both gradients."""
     grad_out, x, added = (rng.standard_normal((3, 7)) for _ in range(3))
     weight = rng.standard_normal(7)
     alone, with_residual = (

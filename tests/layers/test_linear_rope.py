@@ -1,4 +1,4 @@
-"""linear_rope: the fused kernel, the two kernels, errors."""
+"""linear_rope: as one fused kernel, as a product followed by rope, errors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_fused_kernel(device, rng, head_dim, num_sms):
 
 
 def check_fused(device, rng, head_dim, num_sms):
-    """Blocks with several tiles; tiles with rotated heads and others, and a ragged last one."""
+    """Thread blocks of several tiles; tiles with and without rotated heads; a ragged last tile."""
     rows, positions, heads, rotated, k = 300, 150, 7, 5, 136
     x, w = random(rng, (rows, k), "bfloat16"), random(rng, (heads * head_dim, k), "bfloat16")
     cos, sin = tables(rng, positions, head_dim)
@@ -122,8 +122,9 @@ def test_every_tiling_fits() -> None:
     [(65536, 36, 24, 64, 768, True), (8192, 48, 40, 128, 4096, False), (260, 6, 4, 64, 72, True)],
 )
 def test_the_fused_kernel_is_used_where_it_is_faster(rows, heads, rotated, head_dim, k, fused):
-    """On an H200: the first takes 346 us fused, about 400 separately; the second 625 fused, because
-    the tables of wide heads leave registers for a narrower tile, and about 570 separately."""
+    """On an H200, the first case takes 346 us fused and about 400 us separately. The second takes
+    625 us fused and about 570 us separately: the cos and sin tables of wide heads leave registers
+    only for a narrower tile."""
     product = Product(rows, heads * head_dim, k, "bfloat16")
     plan = plan_sm90(product, 132)
     assert prefers_fused(product, plan, TILINGS[head_dim], rotated * head_dim) == fused

@@ -63,8 +63,8 @@ def test_backward_matches_reference(device, rng, shape, dtype, with_residual):
     )
 
 
-# Rows within a warp: every number of lanes and of accesses per lane, idle lanes, and a last block
-# with fewer rows than it can process at once.
+# Rows for a warp or a part of it: every number of lanes and of accesses per lane, idle lanes, and a
+# last thread block with fewer rows than it can process at once.
 SHORT_ROWS = [
     *((cols, 0) for cols in (1, 24, 72, 100, 127, 128, 384, 512, 1024)),
     (64, 1),
@@ -74,7 +74,7 @@ SHORT_ROWS = [
 
 @pytest.mark.parametrize(("cols", "offset"), SHORT_ROWS)
 def test_short_rows(device, rng, cols, offset):
-    """With an offset of an element no row is aligned to 16 bytes, in any array."""
+    """With an offset of one element, no row of any array is 16-byte aligned."""
 
     x, residual, grad_out = (random(rng, (37, cols), "bfloat16") for _ in range(3))
     weight = random(rng, (cols,), "bfloat16")

@@ -140,7 +140,7 @@ def test_out_may_be_parts_of_one_array(device, rng, rotary_dim):
 
 
 def test_heads_before_tokens(device, rng):
-    """[batch, heads, seq_len, head_dim] in memory: no stride is a product of others."""
+    """Views of memory in the order [batch, heads, seq_len, head_dim]."""
     q, k = (random(rng, (2, num_heads, 7, 32), "float32") for num_heads in (4, 2))
     cos, sin = tables(7, 32)
     placed = to_device(device, q, k, cos, sin)

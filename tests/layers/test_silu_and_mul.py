@@ -23,7 +23,7 @@ from tests.contract import (
 )
 
 # Shapes of the result: one vector, odd rows (scalar accesses), narrower accesses, several axes,
-# rows that end within a block, many blocks.
+# rows that end within a thread block, many thread blocks.
 SHAPES = [(1, 8), (3, 1), (5, 257), (7, 12), (2, 3, 512), (33, 1376), (300, 1000)]
 
 

@@ -22,8 +22,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_collections() -> Iterator[None]:
-    """Exempts existing objects from garbage collection. Pools collect before an allocation fails;
-    hundreds of full collections late in a test run would take minutes."""
+    """Exempts existing objects from garbage collection. A pool runs a full collection before an
+    allocation fails; hundreds of these late in a test run would take minutes."""
     gc.collect()
     gc.freeze()
     yield
@@ -59,8 +59,8 @@ def make_pool(provider: Provider) -> Callable[..., MemoryPool]:
 
 @pytest.fixture
 def default_sigint() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, even if pytest was started in the background of a shell,
-    which ignores SIGINT."""
+    """Makes SIGINT raise KeyboardInterrupt; a process that a shell starts in the background ignores
+    SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""GPU work that lags behind the host, so that premature reuse of memory shows."""
+"""GPU work that lags behind the host, so that premature reuse of memory gives wrong values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _kernel(name: str) -> Any:
 
 
 def fill(words: Any, value: int, cycles: int = CYCLES) -> None:
-    """Fills uint32 words with the pattern `value`, delayed, on the current stream."""
+    """Waits `cycles` and fills uint32 words with the pattern `value`, on the current stream."""
     _kernel("fill")((8,), (256,), (words, np.int32(words.size), np.uint32(value), np.int64(cycles)))
 
 

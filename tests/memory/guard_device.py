@@ -70,7 +70,7 @@ class Driver:
 
 
 class Device:
-    """Checks and fills with the reference."""
+    """Fills memory, and checks guard pages with the reference implementation."""
 
     total_bytes = MAX_PAGES * PAGE
 

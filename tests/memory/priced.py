@@ -1,4 +1,4 @@
-"""A provider without memory that adds up the modelled time of driver calls."""
+"""A provider that has no memory and adds up the modelled time of driver calls."""
 
 from __future__ import annotations
 

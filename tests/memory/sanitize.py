@@ -14,7 +14,7 @@ from tests.sanitize import Group
 
 
 def copies() -> None:
-    """Copies between two halves of the memory; slides over several gaps; one of many tiles."""
+    """Copies between two halves of the memory, slides over several gaps, a slide of 20 tiles."""
     rng = np.random.default_rng(3)
     size = 1 << 18
     apart = [(size + 4112 * i, 4096 * i, 16 * (i % 200)) for i in range(60)]
@@ -44,7 +44,7 @@ def guard() -> None:
 
 
 def plans() -> None:
-    """Plans with and without walls, and copies with fewer blocks than tiles and with more."""
+    """Plans with and without walls; copies with fewer and with more thread blocks than tiles."""
     rng = np.random.default_rng(4)
     for per_page, walls in ((1, 0), (16, 5), (256, 3)):
         check_kernel("gpu", *make_rows(rng, 20 * per_page, per_page, 0.4, walls))

@@ -62,7 +62,7 @@ class SimulatedProvider(HostProvider):
         self._thread = threading.local()
         self.queues: dict[Hashable, deque[Callable[[], bool]]] = {}
         self.lagging = False
-        """Whether work stays queued until the test runs it; else it runs immediately."""
+        """Whether work stays queued until the test runs it; otherwise it runs immediately."""
         self.page_at: dict[int, Any] = {}
         self.segments: dict[int, int] = {}
         self.events: set[Event] = set()
@@ -73,7 +73,7 @@ class SimulatedProvider(HostProvider):
         """The number of calls before the one that fails; 0: the next call fails."""
         self.fail_with: Callable[[str], BaseException] = InjectedError
         self.interrupting = False
-        """Whether that call is interrupted by SIGINT instead of failing."""
+        """Whether the call that `fail_in` selects is interrupted by SIGINT instead of failing."""
         self.progress: random.Random | None = None
         """If set, streams make random progress during calls, as on a device."""
         self.adjacent_bytes = 0
@@ -81,7 +81,7 @@ class SimulatedProvider(HostProvider):
         separated by gaps."""
         self._block: HostProvider | None = None
         self._addresses: list[tuple[int, int]] = []
-        """(address, size) of the unreserved parts of those bytes."""
+        """(address, size) of the unreserved parts of `adjacent_bytes`."""
 
     # Failure ----------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class SimulatedProvider(HostProvider):
         return address
 
     def _reserve_adjacent(self, size: int) -> int:
-        """The lowest unreserved addresses; 0 if there are none or `adjacent_bytes` is not set."""
+        """The lowest free range of `size` bytes; 0 if none is left or `adjacent_bytes` is 0."""
         if self.adjacent_bytes and not self._block:
             self._block = HostProvider(
                 self.adjacent_bytes, page_bytes=self.page_bytes, can_remap=self.can_remap
@@ -295,7 +295,7 @@ class SimulatedProvider(HostProvider):
         assert not any(self.queues.values()), "streams wait for each other in a cycle"
 
     def _run_one_of_each(self) -> int:
-        """The number of streams that have run an operation."""
+        """Runs the next operation of each stream; returns the number of operations."""
         return sum([self.run_one(stream) for stream in list(self.queues)])
 
     def record(self, stream: Hashable) -> Any:

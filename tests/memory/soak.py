@@ -102,7 +102,7 @@ class Soak:
         self.buffers.append((buffer, value))
 
     def _free_a_third(self) -> None:
-        """Frees a third of the blocks after a refused allocation; buffers by their finalizers."""
+        """Frees a third of the blocks after a failed allocation; finalizers free the buffers."""
         self.refused += 1
         self.random.shuffle(self.raw)
         self.random.shuffle(self.buffers)
@@ -142,7 +142,7 @@ def _pattern(words: Any, value: int) -> Any:
 
 
 def make_provider(name: str, total_bytes: int) -> Provider:
-    """The provider of a name in PROVIDERS."""
+    """Creates the provider that PROVIDERS names."""
     if name == "cuda-vmm":
         from cukit.memory.providers.cuda_vmm import CudaVirtualMemory
 

@@ -10,7 +10,8 @@ from cukit.memory import batched_copy
 from cukit.memory.batched_copy import TILE_BYTES
 from tests.contract import to_device, to_host
 
-# (size, gap) of sliding blocks: gaps of one access, blocks of a few tiles, tails of any length.
+# (size, gap) in bytes of sliding blocks: one access, one tile, three tiles and a tail, part of a
+# tile; gaps of one access, of two, and of almost a block.
 SLIDES = [(16, 16), (TILE_BYTES, 16), (3 * TILE_BYTES + 48, 32), (4096, 4096 - 16)]
 
 
@@ -35,7 +36,7 @@ def bytes_of(rng, size):
 
 
 def test_scattered_blocks(device, rng):
-    """Sizes from one access to several tiles, in any order, from one half to the other."""
+    """Sizes from one access to 399, in random order, from one half of the memory to the other."""
     sizes = 16 * rng.integers(1, 400, 60)
     starts = np.concatenate([[0], np.cumsum(sizes)])
     half = int(starts[-1])
@@ -55,7 +56,7 @@ def test_slides(device, rng, size, gap):
 
 
 def test_one_long_slide(device, rng):
-    """Hundreds of tiles; each overwrites what the previous one reads."""
+    """200 tiles on a GPU, else 12; each overwrites bytes that the previous tile reads."""
     size = 200 * TILE_BYTES if device == "gpu" else 12 * TILE_BYTES
     check(device, bytes_of(rng, size + 16), [(0, 16, size)])
 

@@ -98,7 +98,7 @@ def test_bytes_are_preserved(parts: list[tuple[str, int]], *, remap: bool) -> No
 
 
 def test_moves_as_few_bytes_as_possible() -> None:
-    """One buffer alone on a page moves into the hole of a full page."""
+    """The only buffer of a page moves into the hole of another, almost full page."""
     pieces = [
         Piece(0, PAGE - 4 * UNIT, "movable"),
         Piece(PAGE - 4 * UNIT, 4 * UNIT, "free"),
@@ -122,7 +122,7 @@ def test_pages_with_walls_are_filled_first() -> None:
 
 
 def test_buffers_too_large_for_any_hole_slide() -> None:
-    """Holes of a quarter page between buffers of three quarters."""
+    """Holes of a quarter of a page between buffers of three quarters."""
     pieces = []
     for number in range(8):
         pieces.append(Piece(number * PAGE, 4 * UNIT, "free"))

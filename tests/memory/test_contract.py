@@ -124,7 +124,7 @@ def test_the_limit_holds_and_can_be_reached(make_pool: MakePool) -> None:
 
 
 def test_scattered_free_pages_serve_a_large_request(make_pool: MakePool) -> None:
-    """Six units are free but five fail, unless pages can be remapped."""
+    """32 MiB are free in holes of 2 MiB: a request of 32 MiB succeeds only by remapping pages."""
     pool = make_pool(initial_pool_size=64 * MIB, max_pool_size=64 * MIB)
     addresses = [pool.allocate(2 * MIB) for _ in range(32)]
     for value, address in enumerate(addresses):

@@ -29,14 +29,14 @@ MakePool = Callable[..., MemoryPool]
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
-    """Compiles and loads before any capture."""
+    """Compiles and loads the kernels of device_work before any capture."""
     words = cupy.empty(1, np.uint32)
     fill(words, 0, 0)
     assert intact(words, 0)
 
 
 def settled_bytes(pool: MemoryPool, expected: int) -> int:
-    """Reserved bytes after trimming. Waits for graphs, which a driver thread destroys."""
+    """Reserved bytes after trimming. Waits up to 10 s, because a driver thread destroys graphs."""
     deadline = time.monotonic() + 10
     while True:
         gc.collect()
@@ -48,13 +48,13 @@ def settled_bytes(pool: MemoryPool, expected: int) -> int:
 
 
 def ready(source: Any, stream: Any) -> None:
-    """Compile and load the kernels that the graphs below use."""
+    """Compiles and loads the CuPy kernels that the captures use."""
     cupy.sqrt(source * 2 + 1)
     stream.synchronize()
 
 
 def others(sizes: range) -> list[Any]:
-    """Arrays outside the graph, filled with values that it must not read."""
+    """Arrays of NaN outside the graph: a launch must neither read nor write them."""
     return [cupy.full(COUNT - size, np.nan, np.float32) for size in sizes]
 
 
@@ -103,7 +103,7 @@ def test_a_graph_keeps_its_memory_until_it_is_gone(make_pool: MakePool, mode: st
 
 
 def test_pages_are_remapped_during_a_capture(make_pool: MakePool) -> None:
-    """At the limit, scattered pages are remapped during a capture."""
+    """At the limit, an allocation in a capture is served by remapping scattered pages."""
     pool = make_pool(max_pool_size=64 * MIB)
     if not pool.provider.can_remap:
         pytest.skip("nothing can be remapped")
@@ -206,7 +206,7 @@ def test_an_array_of_a_destroyed_stream_may_be_freed_during_a_capture(make_pool:
             fill(words, 2)
             del old
             graph = stream.end_capture()
-            large = cupy.empty(14 * MIB, np.uint32)  # needs the memory of the old one
+            large = cupy.empty(14 * MIB, np.uint32)  # does not fit without the memory of `old`
             fill(large, 5, 0)
             graph.launch(stream)
             assert intact(words, 2)
@@ -230,7 +230,7 @@ def test_memory_freed_during_a_capture_is_reusable(make_pool: MakePool) -> None:
             del old
             graph = stream.end_capture()
         with other:
-            words = cupy.empty(15 * MIB, np.uint32)  # needs the memory of the old one
+            words = cupy.empty(15 * MIB, np.uint32)  # does not fit without the memory of `old`
             fill(words, 5, 0)
             graph.launch(other)
             assert intact(words, 5)

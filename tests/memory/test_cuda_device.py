@@ -159,7 +159,7 @@ def test_reuse_waits_for_all_work_of_a_destroyed_stream(
 def test_a_stream_is_kept_until_unreferenced_and_another_appears(
     device: CudaDevice, runtime: Runtime
 ) -> None:
-    """A stream that is kept cannot be destroyed during a driver call of another thread."""
+    """A stream that the registry keeps is not destroyed during a driver call of another thread."""
     stream, kept = Stream(runtime, 7), Stream(runtime, 8)
     key, other = device.stream_key(stream), device.stream_key(kept)
     runtime.capturing[7] = 41
@@ -204,7 +204,7 @@ def test_no_wait_for_a_destroyed_stream_during_a_capture(
 def test_an_aborted_capture_is_an_error_of_its_own_thread(
     device: CudaDevice, runtime: Runtime
 ) -> None:
-    """Other streams treat it as a capture: their calls do not fail."""
+    """For other streams the aborted capture is still a capture: their calls do not fail."""
     stream, gone = Stream(runtime, 7), Stream(runtime, 8)
     key, other = device.stream_key(stream), device.stream_key(gone)
     runtime.capturing[7] = BROKEN

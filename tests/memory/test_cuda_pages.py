@@ -41,7 +41,7 @@ def test_arrays_keep_their_bits_while_pages_are_remapped_around_them(make_pool: 
         arrays = [generator.standard_normal(MIB // 2, np.float32) for _ in range(120)]
     sums = [checksum(array) for array in arrays]
     addresses = [array.data.ptr for array in arrays]
-    for turn in range(4):  # the kept blocks are on other pages each time
+    for turn in range(4):  # each turn keeps another half of the arrays
         freed = sum(array.nbytes for array in arrays[turn % 2 :: 2])
         for values in (arrays, sums, addresses):
             del values[turn % 2 :: 2]
@@ -127,7 +127,7 @@ def test_buffers_of_all_sizes_keep_their_bits_through_defragmentations(
 def test_buffers_of_one_size_keep_their_bits_when_the_device_plans(
     make_pool: MakePool, size: int, count: int
 ) -> None:
-    """Twice, the second time with raw blocks between them; the moves are those of the host."""
+    """Two turns, the second with raw blocks between buffers; the device and the host plan alike."""
     pool = make_pool(enable_defrag=False)
     numbers = random.Random(size)
     provider, planned = pool.provider, []
@@ -214,7 +214,7 @@ def test_trim_returns_memory_to_the_driver(make_pool: MakePool) -> None:
     assert meter.reserved_bytes() >= 6 * GIB
     for address in large:
         pool.free(address)
-    assert meter.reserved_bytes() >= 6 * GIB, "kept for what comes next"
+    assert meter.reserved_bytes() >= 6 * GIB, "kept for later allocations"
     assert pool.trim() >= 6 * GIB - 2 * MIB
     assert meter.reserved_bytes() < GIB / 2
     pool.free(small)
@@ -255,7 +255,7 @@ class InjectedError(DriverError):
 
 
 class Failing:
-    """Forwards calls, counts the named ones, and makes one of them fail."""
+    """Forwards calls to `inner`. The tally counts those in `names`, and makes one of them fail."""
 
     def __init__(self, inner: Any, names: set[str], tally: Tally) -> None:
         self._inner, self._names, self._tally = inner, names, tally
@@ -315,7 +315,7 @@ RUNTIME = {
 
 
 class Tour:
-    """Makes every driver call, with data in every block; repeats failed steps."""
+    """Makes every kind of driver call, with data in every block; repeats failed steps."""
 
     def __init__(self, kind: type[CudaVirtualMemory] | type[CudaMalloc]) -> None:
         self.tally = Tally()
@@ -423,12 +423,12 @@ def test_every_call_of_the_driver_fails_once(
         tour.run()
         if tour.tally.fail_in is not None:
             missed.append(f"{number} ({calls[number]})")
-    # Streams that are faster than in the first run need fewer queries.
+    # If streams finish earlier than in the first run, the pool makes fewer queries.
     assert len(missed) <= len(numbers) // 10, f"calls that were never made: {missed}"
 
 
 def chosen(calls: list[str]) -> list[int]:
-    """Call numbers: the first, middle and last of each run of one kind."""
+    """Indices of the first, middle and last call of each sequence of equal calls."""
     numbers: set[int] = set()
     start = 0
     for end in range(1, len(calls) + 1):

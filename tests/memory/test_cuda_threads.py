@@ -1,4 +1,4 @@
-"""Threads that share a GPU's pool: default streams, arrays freed elsewhere, destroyed streams."""
+"""Threads that share a GPU's pool: default streams, arrays of other threads, destroyed streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MakePool = Callable[..., MemoryPool]
 
 
 def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
-    """They share one handle. After they end, any stream may reuse the memory that they freed."""
+    """The streams share a handle. After the threads end, any stream may reuse their memory."""
     pool = make_pool(max_pool_size=128 * MIB)
     wrong = cupy.zeros(1, np.uint32)
     cupy.cuda.Device().synchronize()
@@ -65,7 +65,7 @@ def test_each_thread_has_its_own_default_stream(make_pool: MakePool) -> None:
 
 
 def test_a_reused_thread_id_is_another_stream(make_pool: MakePool) -> None:
-    """A thread may get the id of one that has ended, but not its stream."""
+    """A new thread may have the id of a thread that has ended, but has another default stream."""
     pool = make_pool(max_pool_size=8 * MIB)
     box: list[Any] = []
     numbers: list[int] = []
@@ -156,8 +156,8 @@ def test_threads_exchange_arrays(make_pool: MakePool) -> None:
 def test_streams_are_destroyed_while_other_threads_query_them(
     make_pool: MakePool, provider: Provider
 ) -> None:
-    # Five arrays are live at a time, a few are pending. Each can be in another segment of 48 MiB,
-    # the rest of which cudaMalloc can neither return nor remap.
+    # Five arrays are live at a time, and a few are pending. Each can be in a different segment of
+    # 48 MiB, and the rest of a segment can be neither returned to cudaMalloc nor remapped.
     pool = make_pool(max_pool_size=(128 if provider.can_remap else 512) * MIB)
     wrong = cupy.zeros(1, np.uint32)
     cupy.cuda.Device().synchronize()

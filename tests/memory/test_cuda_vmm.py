@@ -25,7 +25,7 @@ class Driver:
         self.most = most
         self.refused = ""
         self.allowed = 0
-        """The number of calls of that name that still succeed."""
+        """The number of calls of `refused` that still succeed."""
         self.handles: set[int] = set()
         self.mapped: dict[int, int] = {}
         self.accessible: set[int] = set()

@@ -137,7 +137,7 @@ def test_every_device_has_its_own_pool(cuda: Cuda) -> None:
 
 
 def test_freed_memory_is_reused_by_the_next_owner() -> None:
-    """Without the lock: the block stays live in the pool's records."""
+    """The reuse bypasses the pool's lock: the block stays live in the pool's records."""
     pool = pool_of(HostProvider(page_bytes=PAGE))
     allocate: Any = cupy_allocator._single(pool)
     held = allocate(1000)
@@ -199,7 +199,7 @@ def test_threads_reuse_each_block_once() -> None:
 
 
 def test_replacing_an_array_needs_no_bookkeeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reuses the block of the one before the last, for every size."""
+    """Each new array reuses the block that the previous replacement of its size freed."""
     pool = pool_of(HostProvider(page_bytes=PAGE))
     through_pool: list[int] = []
 

@@ -21,7 +21,7 @@ class Stream:
 
 
 class Copier(DeviceCopy):
-    """With arrays in host memory, and a kernel that does the moves in order and immediately."""
+    """With arrays in host memory, and a kernel that makes the moves in order and immediately."""
 
     def __init__(self, runtime: Any) -> None:
         super().__init__(SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))  # type: ignore[arg-type]
@@ -69,8 +69,8 @@ def test_disjoint_moves(
     max_tiles: int,
     launched: list[int],
 ) -> None:
-    """Moves that are known not to overlap: their table is written in place if one launch does all
-    of them. Two calls of one copier."""
+    """Moves that are known not to overlap: their table is built in pinned memory if one launch
+    suffices. The copier is called twice."""
     monkeypatch.setattr(device_copy, "_MAX_MOVES", 100)
     monkeypatch.setattr(device_copy, "_MAX_TILES", max_tiles)
     for seed in range(2):
@@ -88,7 +88,7 @@ def test_disjoint_moves(
     ("count", "gap", "launched"),
     [
         (FEW_MOVES, 0, []),  # cudaMemcpyAsync
-        (FEW_MOVES, SIZE // 2, [FEW_MOVES]),  # they overlap: a slide
+        (FEW_MOVES, SIZE // 2, [FEW_MOVES]),  # overlapping moves: a slide
         (90, 0, [90]),
         (250, 0, [100, 100, 50]),
         (250, 16, [100, 100, 50]),
@@ -97,7 +97,7 @@ def test_disjoint_moves(
 def test_moves_copy_every_byte(
     copy: Copier, monkeypatch: pytest.MonkeyPatch, count: int, gap: int, launched: list[int]
 ) -> None:
-    """`gap` 0: moves from one half to the other, in any order; else slides over a gap."""
+    """`gap` 0: moves from one half to the other, in random order; otherwise slides over a gap."""
     monkeypatch.setattr(device_copy, "_MAX_MOVES", 100)
     memory = np.random.default_rng(0).integers(0, 256, 2 * count * SIZE + 64).astype(np.uint8)
     start = memory.ctypes.data

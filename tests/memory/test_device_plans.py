@@ -54,7 +54,7 @@ class Scene:
         del self.provider.calls[:]
         report = self.pool.defragment()
         assert report.largest_free_after >= report.largest_free_before
-        # The host plans what gains less than two pages.
+        # The host plans a compaction that frees fewer than two pages.
         return 0 if "copy" in self.provider.calls else report.bytes_moved
 
 
@@ -70,7 +70,7 @@ def test_buffers_keep_their_bytes(seed: int, *, raw: bool) -> None:
         moved += scene.defragment()
         for buffer in pinned:
             buffer.unpin()
-        if scene.random.random() < 0.5:  # some are still packed when the next one begins
+        if scene.random.random() < 0.5:  # check() unpacks the buffers
             scene.check()
         for number in range(45):
             scene.add(1000 * turn + number)

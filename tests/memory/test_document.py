@@ -1,4 +1,4 @@
-"""docs/memory.md: its examples run, without a GPU and from anywhere."""
+"""docs/memory.md: its examples run without a GPU and from any folder."""
 
 from __future__ import annotations
 

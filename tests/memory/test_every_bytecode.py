@@ -28,7 +28,7 @@ from tests.memory.simulation import KIB, PAGE
 pytestmark = pytest.mark.usefixtures("default_sigint")
 
 FILES = (str(Path(cukit.memory.__file__).parent), contextlib.__file__)
-"""The files that are interrupted: the pool's, and contextlib for its context managers."""
+"""Paths of the interrupted code: the package of the pool, and contextlib for its managers."""
 
 DEFERRED_STEP = 64
 """Inside Uninterrupted, where every bytecode is equivalent, only one in 64 is interrupted."""
@@ -52,9 +52,9 @@ class Bytecodes:
     """Raises SIGINT at the bytecode with number `target`, in order of first execution.
 
     As with Ctrl-C, the signal only becomes pending, and Python runs its handler at the next check
-    (after a call, at the start of a function, at the end of a loop). A tracer in Python would run
-    the handler itself. So the signal is raised after the tracer has returned, by the finalizer of
-    its last object.
+    (after a call, at the start of a function, at the end of a loop iteration). A tracer in Python
+    would run the handler itself. So the signal is raised after the tracer has returned, by the
+    finalizer of its last object.
     """
 
     def __init__(self, target: int) -> None:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Tour:
-    """Makes every driver call once; repeats failed steps."""
+    """Makes every kind of driver call; repeats failed steps."""
 
     def __init__(self, *, can_remap: bool, lagging: bool) -> None:
         self.provider = SimulatedProvider(64 * PAGE, can_remap=can_remap)
@@ -62,7 +62,7 @@ class Tour:
         self.free(*blocks[0])
         self.free(*blocks[2], stream=0)
 
-        # Another stream reuses memory of the first one, and waits for the rest.
+        # Stream 1 reuses memory freed on stream 0, and waits for the work queued there.
         other = self.allocate(5 * PAGE, stream=1)
         self.step(lambda: self.pool.used_on(other, 2))
         self.step(lambda: self.pool.used_on(other, 3))
@@ -112,7 +112,7 @@ def test_every_call_fails_once(*, can_remap: bool, lagging: bool) -> None:
 
 
 def slid_pool() -> tuple[MemoryPool, SimulatedProvider, list[DeviceBuffer]]:
-    """Buffers of 3/4 of a page after holes of 1/4: they can only slide."""
+    """Buffers of 3/4 of a page after holes of 1/4 of a page: the buffers can only slide."""
     page = 4 * MIN_GAP
     provider = SimulatedProvider(8 * page, page_bytes=page)
     pool = MemoryPool(MemoryPoolConfig(block_size=page), provider)

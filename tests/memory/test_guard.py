@@ -31,14 +31,14 @@ def device() -> Device:
 
 @pytest.fixture(params=range(4))
 def memory(request: pytest.FixtureRequest, driver: Driver, device: Device) -> GuardedMemory:
-    """With several seeds, and so several sides and patterns."""
+    """Guarded memory for each of four seeds, which choose the fill patterns and the slot ends."""
     found = GuardedMemory(driver, device, seed=request.param)
     found.label = "tests/test_it.py::test_one"
     return found
 
 
 def at_end(memory: GuardedMemory, size: int, wanted: bool) -> Slot:
-    """An allocation at the end of its slot, or at its start."""
+    """An allocation at the end of its slot if `wanted`, otherwise at its start."""
     while True:
         slot = memory.allocate(size)
         if (slot.allocation.address > slot.address) == wanted:

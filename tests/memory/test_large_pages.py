@@ -106,7 +106,7 @@ def test_below_the_limit_scattered_pages_stay_until_later() -> None:
     assert held.reserved_bytes == 6 * MANY * PAGE == provider.used_bytes
     assert held.reclaimable_by_remap_bytes == 2 * MANY * PAGE
     check_invariants(pool)
-    for number in range(1, 5):  # they share one of the pages
+    for number in range(1, 5):  # these blocks share one page
         pool.allocate(number * 512)
         check_invariants(pool)
     assert pool.statistics().reserved_bytes == provider.used_bytes == (4 * MANY + 1) * PAGE
@@ -115,7 +115,7 @@ def test_below_the_limit_scattered_pages_stay_until_later() -> None:
 
 
 def test_a_later_request_may_use_the_scattered_pages() -> None:
-    """Nothing is returned that the program needs, and the limit holds."""
+    """The pool keeps the pages that the next request needs, and stays within its limit."""
     pool, provider, kept = scattered(limit=6 * MANY)
     pool.allocate(2 * MANY * PAGE)
     again = pool.allocate(2 * MANY * PAGE)
@@ -128,7 +128,7 @@ def test_a_later_request_may_use_the_scattered_pages() -> None:
 
 
 def test_the_limit_leaves_room_for_some_large_pages() -> None:
-    """The rest is remapped as before."""
+    """For the rest of the request, single pages are remapped."""
     pool, _, kept = scattered(limit=4 * MANY + 2 * LARGE + 1)
     pool.allocate(2 * MANY * PAGE)
     held = pool.statistics()

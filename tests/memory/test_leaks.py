@@ -1,4 +1,4 @@
-"""Leak reports: live memory by call site, and memory that was live before."""
+"""Leak reports: live memory by call site; memory that was live before a block is excluded."""
 
 from __future__ import annotations
 

@@ -82,12 +82,12 @@ def test_errors_name_the_argument(call: Any, message: str) -> None:
 
 
 WRONG = [None, 3, -1, 1.5, float("nan"), 1 << 70, True, b"x", [], {}, object(), np.zeros(3)]
-"""Illegal as a path, a pool, a listener or an array's shape; some are illegal as numbers, too."""
+"""Illegal as an address, a pool, a listener, a path or a byte array; some also as numbers."""
 
 
 @pytest.mark.parametrize("value", WRONG, ids=[type(one).__name__ for one in WRONG])
 def test_invalid_arguments_raise_only_cukit_errors(value: Any, tmp_path: Path) -> None:
-    """Every public function of the pool and its tools, with each argument in turn replaced."""
+    """Calls the public functions of the pool and its tools with `value` as one of the arguments."""
     pool = MemoryPool(provider=HostProvider(4 << 20))
     address, buffer = pool.allocate(512), pool.allocate_buffer(64)
     target = tmp_path / "snapshot.json"

@@ -1,4 +1,4 @@
-"""Buffers after a defragmentation: packed in groups until one of them is pinned or freed."""
+"""A defragmentation packs buffers in groups; pinning or freeing a buffer unpacks its group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_contents(buffers: list[DeviceBuffer]) -> None:
 
 
 def address_of(pool: MemoryPool, buffer: DeviceBuffer) -> int:
-    """The address of a buffer that stays packed."""
+    """The address of a packed buffer, read without unpacking it."""
     return pool._movables._address[buffer._holder.row]
 
 

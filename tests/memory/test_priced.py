@@ -57,7 +57,7 @@ def test_below_the_limit_a_request_waits_for_large_pages_only() -> None:
         pool.allocate(number * 512)
         spent.append(provider.spent_us - paid)
     assert max(spent) < 1_100
-    assert pool.statistics().reserved_bytes == 2 * GIB + 2 * MIB  # they share one of the pages
+    assert pool.statistics().reserved_bytes == 2 * GIB + 2 * MIB  # the blocks share one page
     assert pool.statistics().peak_reserved_bytes == 3 * GIB
 
 
@@ -75,8 +75,8 @@ def test_large_pages_are_remapped_in_two_milliseconds() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_the_slowest_allocations_at_a_tight_limit(seed: int) -> None:
-    """Blocks of up to 4 GiB with a limit of 1.05 times the live bytes: 99 % take less than 10 ms
-    of driver time; with pages of 2 MiB only, 78 ms."""
+    """Blocks of up to 4 GiB with a limit of about 1.05 times the peak of live bytes: 99 % of the
+    allocations take less than 10 ms of driver time; with pages of 2 MiB only, 78 ms."""
     script = script_of(make_log("random-1000-4096", seed))
     provider = PricedProvider()
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=script.tight_limit), provider)

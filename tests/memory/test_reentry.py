@@ -62,7 +62,7 @@ def test_frees_inside_every_driver_call(how: str, *, can_remap: bool) -> None:
         pool.defragment()
         pool.trim()
         provider.interrupt = lambda: None
-        pool.statistics()  # does the deferred frees
+        pool.statistics()  # makes the deferred frees
         check_invariants(pool)
         assert pool.statistics().num_live == len(live) + len(to_free)
     assert interrupted > 40
@@ -88,7 +88,7 @@ class _Cycle:
 
 
 def test_collections_at_every_moment() -> None:
-    """With a garbage collection at almost every allocation, buffers are freed anywhere."""
+    """Garbage collections at almost every allocation of Python free buffers inside pool calls."""
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=64 * PAGE), SimulatedProvider(64 * PAGE))
     before = gc.get_threshold()
     gc.set_threshold(3, 1, 1)
@@ -105,7 +105,7 @@ def test_collections_at_every_moment() -> None:
 
 
 def test_threads() -> None:
-    """Each writes to its allocations; another thread frees half of them."""
+    """Each thread writes to its allocations; about half of them may be freed by other threads."""
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=128 << 20), HostProvider(128 << 20))
     errors: list[BaseException] = []
     handed_over: list[tuple[int, int, int]] = []
@@ -230,7 +230,7 @@ def test_frees_by_destructors_take_effect_at_the_next_call() -> None:
     pool.free_from_finalizer(address)
     with pytest.raises(PointerError, match="double free"):
         pool.free(address)
-    pool.allocate(PAGE, stream=1)  # from here on frees of a page are marked
+    pool.allocate(PAGE, stream=1)  # from now on a freed page is marked with an event
     pool.free_from_finalizer(address := pool.allocate(PAGE))
     provider.calls.clear()
     assert not pool.owns(address)

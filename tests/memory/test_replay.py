@@ -22,12 +22,12 @@ RECORDED = Path(__file__).parents[2] / "profiling" / "logs" / "distill.csv.gz"
 PAGE = 2 << 20
 
 
-class Full(Exception):  # noqa: N818 - a condition, as in the pools it stands for
+class Full(Exception):  # noqa: N818 - a condition, not an error
     """The bump pool is full."""
 
 
 class BumpPool:
-    """Never reuses memory: the worst pool, and the easiest to compute by hand."""
+    """Never reuses memory, so that the expected results are easy to compute by hand."""
 
     out_of_memory = (Full,)
     growth_ns = 0
@@ -169,7 +169,7 @@ def cukit_pool(script: Script, limit: int | None) -> Any:
     "name", ["random-300-4096", "random-2000-64", "serving", "streams", "torture"]
 )
 def test_the_pool_of_cukit_completes_every_mix_at_a_tight_limit(name: str) -> None:
-    """5% above the peak of live bytes, plus one page per stream: less than any hole."""
+    """The limit is 5% above the peak of the live bytes, plus one page per stream."""
     script = script_of(make_log(name)[:12_000])
     pool = cukit_pool(script, script.tight_limit)
     result = replay(script, pool, name="cukit", limit=script.tight_limit)

@@ -22,7 +22,7 @@ PAGE, SIZE, BEGIN = 512 << 10, 64 << 10, 3 << 20
 
 
 class Pinned(np.ndarray):  # type: ignore[type-arg]
-    """Like CuPy's: more bytes than asked for, of format "b"."""
+    """Like CuPy's pinned memory: more bytes than requested, with the buffer format "b"."""
 
     @property
     def ptr(self) -> int:
@@ -41,12 +41,12 @@ def words(address: Any, count: Any) -> Any:
 
 
 class Device:
-    """Runs the reference in place of the plan kernel, on the addresses it gets; copies nothing."""
+    """Runs the reference in place of the plan kernel, on the same addresses; copies nothing."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.copies: list[tuple[int, int]] = []
-        """Blocks and moves of each launch."""
+        """Thread blocks and moves of each launch."""
         self._moves = 0
         cuda = SimpleNamespace(
             alloc_pinned_memory=lambda size: np.zeros(size + 512, np.int8).view(Pinned),
@@ -97,7 +97,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def request(seed: int, walls: int) -> tuple[Grid, array[int], array[int]]:
-    """Buffers in every second slot of 30 pages, in random rows, some of them empty."""
+    """Buffers in every second slot of 30 pages, in random rows; nine rows are empty."""
     rng = np.random.default_rng(seed)
     count = 30 * PAGE // SIZE // 2
     rows = np.zeros(count + 9, np.int64)
@@ -125,7 +125,7 @@ def test_the_host_plans_without_memory_for_the_table(monkeypatch: pytest.MonkeyP
         provider._move_slots = fail
         return provider.move_slots(*request(0, 0), None)
 
-    assert moves(2) is None  # CUDA's code of missing memory
+    assert moves(2) is None  # cudaErrorMemoryAllocation
     with pytest.raises(DriverError):
         moves(700)
 
@@ -194,7 +194,7 @@ def test_cases_planned_by_the_host(
 
 
 def test_blocks_for_the_copies() -> None:
-    """One for each tile of the most that can move, up to a limit."""
+    """One thread block per tile of the most bytes that can move, up to a limit."""
     grid, _, _ = request(0, 0)
     tiles = SIZE * (grid.num_buffers - grid.num_buffers // 2) // TILE_BYTES
     assert num_blocks(grid, 0) == tiles

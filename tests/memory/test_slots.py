@@ -45,7 +45,8 @@ def pages_in_use(address: np.ndarray, size: int) -> set[int]:  # type: ignore[ty
 def test_as_good_as_the_general_plan(
     pages: int, per_page: int, occupied: float, walls: float, seed: int, *, whole: bool
 ) -> None:
-    """As many pages become free by as many moves as planned in general; no move overwrites data."""
+    """With walls of whole slots, the plan moves the bytes and frees the pages of the general plan.
+    No move overwrites data."""
     length = PAGE // per_page
     rng = np.random.default_rng(seed)
     at = BEGIN + length * np.arange(pages * per_page)
@@ -101,8 +102,8 @@ def test_layouts_without_a_grid(length: int, count: int, page_bytes: int) -> Non
 @pytest.mark.parametrize(
     "address",
     [
-        [0, PAGE + 512, 2 * PAGE],  # not at a multiple
-        [0, PAGE],  # one page becomes free
+        [0, PAGE + 512, 2 * PAGE],  # not at a multiple of the size
+        [0, PAGE],  # would free only one page
     ],
 )
 def test_cases_left_to_the_general_planner(address: list[int]) -> None:
@@ -122,7 +123,7 @@ def request_of(grid: Grid, num_rows: int, num_walls: int) -> np.ndarray:
 def run_kernel(
     device: str, grid: Grid, rows: np.ndarray, walls: np.ndarray
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """The kernel's result, its table up to the total, and the targets."""
+    """The kernel's result, its table up to the total, and the target slots."""
     request = request_of(grid, len(rows), len(walls))
     wall_rows = walls if len(walls) else np.zeros((1, 2), np.int64)
     table = np.full((len(rows) + 1, 3), -7, np.int64)
@@ -138,7 +139,7 @@ def run_kernel(
 def check_kernel(
     device: str, grid: Grid, rows: np.ndarray, walls: np.ndarray, *, fits: bool = True
 ) -> int:
-    """Compares with plan_slots; returns the number of moves."""
+    """Compares the kernel with plan_slots; returns the number of moves."""
     number, table, targets = run_kernel(device, grid, rows, walls)
     there = rows.nonzero()[0]
     plan = plan_slots(grid, rows[there], walls[:, 0], walls[:, 1])
@@ -158,8 +159,8 @@ def check_kernel(
 def make_rows(
     rng: np.random.Generator, num_slots: int, per_page: int, occupied: float, walls: int
 ) -> tuple[Grid, np.ndarray, np.ndarray]:
-    """Buffers in random slots and rows, a tenth of the rows empty; walls of random sizes in between
-    that start and end anywhere."""
+    """Buffers in random slots and rows, about a tenth of the rows empty; in other slots, walls of
+    random offsets and sizes, in multiples of 512 bytes."""
     length = PAGE // per_page
     shuffled = rng.permutation(num_slots)
     wall_slots = np.sort(shuffled[:walls])
@@ -208,7 +209,7 @@ def test_the_kernel_rejects_what_the_reference_rejects(device, rng):
 
 
 def move_bytes(device: str, rng: np.random.Generator, blocks: int) -> None:
-    """Plans and copies in two launches; checks all bytes of all buffers."""
+    """Plans and copies in two launches; checks all bytes of all slots."""
     grid, rows, walls = make_rows(rng, 640, 64, 0.4, 3)
     size = grid.slot_bytes
     before = rng.integers(0, 256, (grid.num_slots, size)).astype(np.uint8)
@@ -237,7 +238,7 @@ def move_bytes(device: str, rng: np.random.Generator, blocks: int) -> None:
 @kernels_only
 @pytest.mark.parametrize("blocks", [1, 7, 1000])
 def test_the_copies_follow_the_plan(device, rng, blocks):
-    """With fewer blocks than tiles, and with more."""
+    """With fewer thread blocks than tiles, and with more."""
     move_bytes(device, rng, blocks)
 
 
@@ -251,7 +252,7 @@ def test_the_kernel_compiles(tmp_path, monkeypatch, arch):
 @pytest.mark.parametrize("per_page", [1, 4, 64])
 @pytest.mark.parametrize("occupied", [0.07, 0.5, 0.95, 1.0])
 def test_the_holes_of_a_grid(rng: np.random.Generator, per_page: int, occupied: float) -> None:
-    """The same holes as those measured between the buffers."""
+    """measure_slots gives the result of measuring the holes between sorted buffers."""
     grid, rows, _ = make_rows(rng, 320, per_page, occupied, 0)
     address = rows[rows > 0]
     sizes = np.full(len(address), grid.slot_bytes)

@@ -96,7 +96,7 @@ def test_a_live_block_has_its_call_site(pool: MemoryPool) -> None:
 
 
 def replayed(content: dict[str, Any]) -> tuple[dict[int, int], FreeMap]:
-    """Live blocks and memory after the trace, interpreted like the viewer from an empty state."""
+    """Replays the trace from an empty state, like the viewer; returns live blocks and memory."""
     live: dict[int, int] = {}
     requested: dict[int, int] = {}
     memory = FreeMap()

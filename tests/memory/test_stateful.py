@@ -106,7 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.provider.launch(stream, kernel)
 
     def check_disjoint(self, address: int, size: int, capture: int | None = None) -> None:
-        """Checks that new memory overlaps neither live memory nor that of another capture."""
+        """Checks that new memory overlaps neither live raw memory nor memory of another capture."""
         taken = [(other, length) for other, (length, _, _) in self.raw.items()]
         for identity, kept in self.captured.items():
             if identity != capture:
@@ -150,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.raw)
     @rule(pick=PICK, other=STREAMS)
     def use_elsewhere(self, pick: int, other: int) -> None:
-        """Two streams read, `used_on` declares that, and the memory is freed on the first."""
+        """Another stream reads, as `used_on` declares; the memory is freed on its own stream."""
         address = list(self.raw)[pick % len(self.raw)]
         size, stream, pattern = self.raw[address]
         event = self.provider.record(stream)

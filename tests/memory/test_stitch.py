@@ -88,8 +88,8 @@ def test_a_failed_driver_call_changes_nothing() -> None:
 
 
 def _next_calls(number: int) -> str:
-    """Name of provider call `number`, from 0, of the same allocation from a fresh pool; "" if it
-    makes fewer calls."""
+    """The name of provider call `number`, from 0, of the same allocation in a new pool; "" if the
+    allocation makes fewer calls."""
     pool, provider, blocks = two_edges()
     pool.free(blocks[1])
     pool.free(blocks[3])

@@ -82,7 +82,7 @@ def test_streams_without_memory_are_forgotten(
 
 
 def test_a_stream_that_waits_for_memory_is_not_forgotten(provider: SimulatedProvider) -> None:
-    """While a callback frees memory, using more streams than the pool keeps."""
+    """The on_out_of_memory callback uses more streams than the pool keeps states of."""
     blocks: list[int] = []
 
     def make_room(_: object) -> bool:
@@ -120,7 +120,7 @@ def test_a_stream_that_cannot_be_queried_later_is_marked_at_every_free(
 def test_large_blocks_are_marked_when_several_streams_share(
     pool: MemoryPool, provider: SimulatedProvider
 ) -> None:
-    """A later user then waits for the free only, not for work queued after it."""
+    """A stream that reuses the block waits for the free, but not for work queued afterwards."""
     first = pool.allocate(4 * PAGE, 1)
     pool.allocate(512, 2)
     pool.free(first)
@@ -195,7 +195,8 @@ def test_buffers_used_by_a_graph_do_not_move(pool: MemoryPool, provider: Simulat
 
 
 def test_no_wait_during_a_capture(pool: MemoryPool, provider: SimulatedProvider) -> None:
-    """The provider fails the test if the pool records, waits or synchronises meanwhile."""
+    """The provider fails the test if the pool records on the captured stream, makes it wait or
+    synchronises the device."""
     blocks = [pool.allocate(2 * PAGE, stream) for stream in (1, 2, 3)]
     for block in blocks:
         pool.free(block)

@@ -1,4 +1,4 @@
-"""A miss merges only as much as it needs."""
+"""A miss merges only the cached blocks that its request needs."""
 
 from __future__ import annotations
 

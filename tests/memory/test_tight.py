@@ -1,4 +1,4 @@
-"""Placement in a nearly full pool saves wholly free pages."""
+"""In a nearly full pool, blocks are placed so that they use fewer wholly free pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TENTH = PAGE // 20 // 512 * 2 * 512
 
 
 def full_pool() -> tuple[MemoryPool, list[int]]:
-    """Ten pages, of which 2.1 pages between live blocks and half of the last page are free."""
+    """Ten pages. A hole of 2.1 pages between live blocks and half of the last page are free."""
     pool = MemoryPool(
         MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)
     )
@@ -26,7 +26,7 @@ def full_pool() -> tuple[MemoryPool, list[int]]:
 
 
 def test_a_block_is_placed_where_it_needs_fewer_pages() -> None:
-    """At the end of the last page it takes one page; in the hole it would take two."""
+    """Starting at the end of the last page, the block takes one more page; in the hole, two."""
     pool, _ = full_pool()
     assert pool.allocate(PAGE + PAGE // 4) % PAGE == 3 * PAGE // 4
     assert pool.statistics().pages_remapped == 1
@@ -36,7 +36,7 @@ def test_a_block_is_placed_where_it_needs_fewer_pages() -> None:
 
 
 def test_no_driver_calls_unless_the_pool_is_nearly_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best fit is taken instead; the same requests then fail below the same limit."""
+    """The best fit is used instead, and a later request fails under the same limit."""
     monkeypatch.setattr(pager_module, "NEARLY_FULL", 2.0)
     pool, blocks = full_pool()
     assert pool.allocate(PAGE + PAGE // 4) == blocks[1]
@@ -46,7 +46,7 @@ def test_no_driver_calls_unless_the_pool_is_nearly_full(monkeypatch: pytest.Monk
 
 
 def test_the_hole_that_costs_fewer_pages_is_chosen() -> None:
-    """The larger hole begins with half a page that no other block can use."""
+    """The larger hole begins with half a page, so the block needs one whole page there, not two."""
     pool = MemoryPool(
         MemoryPoolConfig(max_pool_size=10 * PAGE, block_size=PAGE), SimulatedProvider(64 * PAGE)
     )

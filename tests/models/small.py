@@ -1,4 +1,4 @@
-"""Models small enough to check every number."""
+"""Models small enough for finite differences and float64 references."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""generate: equals generation without a cache; sampling options, long texts, errors."""
+"""generate: equal to generation without a cache; sampling options, long texts, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MetaAttention: compared with explicit sums and differences; causality, steps."""
+"""MetaAttention: compared with explicit sums and finite differences; causality, steps."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_outputs_do_not_depend_on_later_tokens(rng):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_steps_equal_the_forward(device, rng, dtype):
-    """With kernels too; more steps than filter taps."""
+    """14 steps, more than the filter has taps; also with kernels."""
     x = random(rng, (2, 14, CONFIG.hidden), dtype)
     model = layer(device, x.dtype)
     whole = to_host(model.forward(*to_device(device, x))[0]).astype(np.float32)

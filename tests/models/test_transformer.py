@@ -45,7 +45,7 @@ def loss_of(model: Transformer, tokens: Any, targets: Any) -> float:
 def assert_gradients_match(
     model: Transformer, gradients: Any, loss: Callable[[], float], rng: np.random.Generator
 ) -> None:
-    """Every parameter tensor, along random directions, to which every element contributes."""
+    """Checks every parameter tensor along random directions, in which all elements change."""
     for name, array in model.parameters.items():
         for _ in range(2):
             direction = rng.standard_normal(array.shape)

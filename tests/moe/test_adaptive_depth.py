@@ -25,7 +25,7 @@ DEPTHS = {
 @pytest.mark.parametrize("activation", [None, "silu"])
 @emulated(
     lambda depth, activation: depth == DEPTHS["mixed"] and activation
-)  # each count compiles a kernel
+)  # each number of tokens in a layer compiles a kernel
 def test_matches_reference(device, rng, depth, activation):
     depth = np.array(depth)
     x = random(rng, (len(depth), HIDDEN), "bfloat16")

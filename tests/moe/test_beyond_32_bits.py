@@ -1,4 +1,4 @@
-"""Almost 2^31 tokens: the last chunk of a router's or an order's tokens ends near 2^31."""
+"""topk_router and expert_order with almost 2^31 tokens, near the limit of int32 indices."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_chunks_cover_all_choices(device, tmp_path, num_tokens, top_k):
         dataclasses.replace(config.count_spec(), source=str(source), entry="bounds")
     )
     parameters = routing_parameters(num_tokens, 64, top_k, config.chunk, None)
-    for chunk in (0, config.num_chunks - 1, config.num_chunks):  # the last one computes losses
+    for chunk in (0, config.num_chunks - 1, config.num_chunks):  # the last computes losses
         (out,) = to_device(device, np.full((config.threads // 32, 6), -1, np.int32))
         kernel((1,), (out, np.int32(chunk), parameters))
         warps = to_host(out)
@@ -59,7 +59,7 @@ def test_chunks_cover_all_choices(device, tmp_path, num_tokens, top_k):
 
 @pytest.fixture
 def room():
-    """Frees the memory pool before and after the test."""
+    """Empties CuPy's memory pool before and after the test, which needs 40 GiB."""
     import cupy
 
     cupy.get_default_memory_pool().free_all_blocks()
@@ -88,7 +88,7 @@ def test_topk_router(room):
     import cupy
 
     logits = cupy.zeros((MAX, 2), np.float16)
-    logits[-LAST:, 1] = cupy.arange(LAST) % 2  # the others choose the first of equal logits
+    logits[-LAST:, 1] = cupy.arange(LAST) % 2  # all other tokens choose the first of equal logits
     routing = topk_router(logits, 1)
     chosen = np.arange(LAST, dtype=np.int32) % 2
     counts = [MAX - LAST // 2, LAST // 2]
@@ -99,7 +99,7 @@ def test_topk_router(room):
 
 
 def check_last(rows, chosen, counts):
-    """The rows of the last tokens: each expert's last ones."""
+    """Checks that the last tokens have the last rows of their experts."""
     got = to_host(rows[-LAST:, 0])
     for expert, end in enumerate(np.cumsum(counts)):
         mine = got[chosen == expert]

@@ -28,7 +28,7 @@ def make(rng, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("capacity", [None, 8])
 def test_matches_reference(device, rng, dtype, capacity):
-    """Rows that belong to no expert are undefined, so only results computed from the others are
+    """Rows that belong to no expert are undefined, so only results that do not depend on them are
     compared."""
     x, logits, gate_up, down, grad = make(rng, dtype)
     routing = routing_reference.topk_router(logits, TOP_K, capacity=capacity)

@@ -14,8 +14,8 @@ from tests.contract import another_order, to_device, to_host
 from tests.quick_run import possible
 
 
-# num_tokens, top_k, num_experts: one token, partial chunks, experts that no token chose, more
-# experts than threads of a block, chunks of several rounds.
+# num_tokens, top_k, num_experts: one token, no tokens, partial chunks, experts that no token
+# chooses, more experts than threads in a block, chunks of several rounds.
 @dataclass(frozen=True)
 class Size:
     num_tokens: int
@@ -45,7 +45,7 @@ def choices(rng, kind, size):
 
 
 def check_order(order, ids, num_experts, capacity):
-    """Compare with the definition, choice by choice."""
+    """Compares an order with the definition, choice by choice."""
     rows, counts, offsets = map(to_host, order)
     expected = np.bincount(ids[(ids >= 0) & (ids < num_experts)], minlength=num_experts)
     np.testing.assert_array_equal(counts, expected)
@@ -110,7 +110,7 @@ def test_the_plan(num_tokens, num_experts):
 
 
 def test_the_choices_of_a_chunk_can_be_counted():
-    """A sum of four counts has 16 bits."""
+    """A sum of four counts must fit in 16 bits."""
     for num_tokens, top_k in ((100, 15_000), (2**20, 32), (2**24, 1)):
         config = plan_expert_order(num_tokens, 128, 132, top_k)
         assert 4 * config.chunk * top_k < 2**16

@@ -30,7 +30,7 @@ from tests.quick_run import possible
 
 
 # num_tokens, hidden, top_k: accesses of one element, several accesses per thread, several slices,
-# more choices than are in flight.
+# more choices than loads in flight.
 @dataclass(frozen=True)
 class Size:
     num_tokens: int

@@ -43,8 +43,8 @@ OPTIONS = [
 ]
 
 
-# num_tokens, num_experts, top_k: one block and several, fewer experts than lanes, accesses of one
-# logit, a number of experts that does not fill the last lanes, the largest top_k.
+# num_tokens, num_experts, top_k: one and several thread blocks, fewer experts than lanes, accesses
+# of one logit, a number of experts that does not fill the last lanes, the largest top_k.
 @dataclass(frozen=True)
 class Size:
     num_tokens: int
@@ -66,7 +66,7 @@ LARGE = [Size(4096, 128, 8), Size(5000, 257, 9), Size(20_000, 64, 8)]
 
 
 def spread(rng, num_tokens, num_experts, dtype):
-    """Logits whose order no rounding of a score can change: clearly distinct in every row."""
+    """Permuted, equally spaced logits: up to 256 experts, rounding cannot change their order."""
     levels = np.linspace(-4, 4, num_experts)
     rows = [rng.permutation(levels) for _ in range(num_tokens)]
     return np.array(rows).reshape(num_tokens, num_experts).astype(dtype_of(dtype))
@@ -99,7 +99,7 @@ def test_matches_reference(device, rng, size, options, dtype):
     assert got.weights.dtype == np.float32
     for name in ("expert_counts", "expert_offsets", "experts", "rows"):
         if name == "experts" and num_experts > 256 and dtype != "float32":
-            continue  # neighbouring levels round to one: ties, which test_ties covers
+            continue  # adjacent levels may be equal after rounding; ties have their own test
         np.testing.assert_array_equal(
             np.sort(to_host(got.experts)) if name == "experts" else to_host(getattr(got, name)),
             np.sort(low.experts) if name == "experts" else getattr(low, name),

@@ -1,4 +1,4 @@
-"""Tolerances of the analyzer proof, which runs on a GPU; its kernels compile."""
+"""The tolerances of the analyzer proof, which needs a GPU; its raw kernel compiles."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_cases_have_unique_names() -> None:
 
 
 def test_published_results_are_of_cases_that_exist() -> None:
-    """The pool's results are of `profiling.memory_pool`, which has no cases."""
+    """Results of the memory pool come from `profiling.memory_pool`, which has no cases."""
     cases = {case.key() for case in load_cases()}
     published = {
         case_key(record)

@@ -1,4 +1,4 @@
-"""The benchmark of a student's steps: its report, and a run of two processes on the CPU."""
+"""The benchmark of a student's training steps: its report, and a tiny run in two processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from profiling.torch_student import IMPLEMENTATIONS, Round, Run, main, summary, 
 
 
 class Timed(Run):
-    """A run with given rounds instead of a process."""
+    """A run that returns given rounds instead of starting a process."""
 
     def __init__(self, name: str, rounds: list[Round | None]) -> None:
         self.name, self.rounds, self.left = name, [], rounds

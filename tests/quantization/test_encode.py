@@ -23,7 +23,7 @@ INTEGER = {"int8": (-128, 127), "int4": (-8, 7)}
 DTYPES = ("float32", "float16", "bfloat16")
 SHAPES = [(1,), (7,), (5, 3), (4, 64), (3, 2, 1001), (2, 0), (0, 4)]
 PER_BLOCK = (1023, 1024, 1025, 2048, 4095, 4097, 9001)
-"""Sizes near the number of elements that a block converts."""
+"""Sizes near multiples of the number of elements that a thread block converts."""
 
 every_narrow = pytest.mark.parametrize("narrow", NARROW_DTYPES, ids=repr)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
@@ -176,7 +176,7 @@ def test_indexing_keeps_the_logical_shape(device, rng):
 
 @pytest.mark.parametrize("shape", [(3, 997), (2989,)])
 def test_indices_of_64_bits(device, rng, monkeypatch, shape):
-    """Required by arrays of 2^32 values. Shapes of no other test, because launches are cached."""
+    """Required by arrays of 2^32 values. No other test has these shapes: launches are cached."""
 
     def wide(*args, **options):
         return replace(plan_encode(*args, **options), index="uint64")

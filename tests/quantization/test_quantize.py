@@ -78,7 +78,7 @@ def assert_same(name, got, want):
 
 
 def values(rng, shape, dtype="bfloat16"):
-    """Blocks of values of all magnitudes, some of them zero."""
+    """Rows of magnitudes from 1e-3 to 1e3, each with a smaller fifth; the last row is zero."""
     x = rng.standard_normal(shape) * 10.0 ** rng.uniform(-3, 3, (*shape[:-1], 1))
     x[..., : shape[-1] // 5] *= 0.01
     x.reshape(-1, shape[-1])[-1] = 0
@@ -127,7 +127,7 @@ def test_every_dtype(device, rng, width, dtype, scale_dtype):
 @pytest.mark.parametrize("width", [64, 2056, 37])
 @pytest.mark.parametrize("zero_points", [False, True])
 def test_searched_clips_are_never_worse_than_the_full_range(device, rng, width, zero_points):
-    """Sums are rounded in another order than in the reference, so ties may be broken
+    """The kernel sums errors in another order than the reference, so ties may be broken
     differently."""
     x = random(rng, (8, width), "bfloat16")
     x[0] = 0
@@ -190,7 +190,7 @@ def test_zeros_have_the_scale_one(device, options):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_extreme_magnitudes_stay_finite(device, rng, options):
-    """The largest and the smallest floats, in scales of every dtype."""
+    """Rows near the largest and the smallest float32 values, with scales of every dtype."""
     dtype, rounding = options
     x = rng.choice(np.array([1, -1], np.float32), (6, 32))
     x *= np.array([3.4e38, 1e38, 1e-20, 1e-37, 1e-40, 1e-45], np.float32)[:, None]
@@ -214,7 +214,7 @@ def test_scales_of_powers_of_two(device, rng):
 
 @pytest.mark.parametrize("shape", [(5, 256), (2, 3, 300), (8, 128), (1, 640)])
 def test_scales_by_column(device, rng, shape):
-    """A view of [groups, rows padded to 4], which TMA can load."""
+    """The scales are a view of [groups, rows padded to a multiple of 4], which TMA can load."""
     x = values(rng, shape)
     poison_pool(device)
     array = ck.quantize(
@@ -258,7 +258,7 @@ def test_any_layout_of_values(device, rng, view):
 
 
 def test_quantize_and_encode_agree(device, rng):
-    """With the same scales the codes are the same: one definition of rounding."""
+    """The same scales give the same codes, because both ops round in the same way."""
     x = to_device(device, values(rng, (9, 96)))[0]
     array = ck.quantize(x, ck.int4, group_size=32, zero_points=True)
     again = ck.QuantizedArray.encode(
@@ -269,7 +269,7 @@ def test_quantize_and_encode_agree(device, rng):
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=repr)
 def test_codes_survive_a_round_trip(device, rng, dtype):
-    """Values that are multiples of their scale are preserved exactly."""
+    """Quantising decoded values again preserves them, up to the rounding of the scales."""
     x = values(rng, (20, 128))
     array = ck.quantize(*to_device(device, x), dtype, group_size=32)
     again = ck.quantize(array.decode(), dtype, group_size=32)

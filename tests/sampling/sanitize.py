@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: one block and clusters, lists and cuts, penalties, drafts."""
+"""Groups for `tests.sanitize`: thread blocks and clusters, all options, penalties, drafts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sample: each option against the reference, ties, refusals, distributions, splits of a row."""
+"""sample: each option against the reference, ties, invalid rows, distributions, plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0, "logprobs": 2},
     {"temperature": 0.02, "top_k": 30, "logprobs": 30},
 ]
-# Rows: one block, blocks in which most threads are idle, odd vocabularies, clusters.
+# Thread blocks in which most threads are idle, full thread blocks, odd vocabularies, clusters.
 SHAPES = [(5, 33), (4, 1000), (2, 9000)]
 LARGE = [
     (3, 1),
@@ -84,7 +84,7 @@ def test_matches_reference(device, rng, shape, options, dtype):
 
 
 def test_options_of_each_request(device, rng):
-    """Each row equals a separate call with numbers for options."""
+    """Each row equals a separate call with scalar options."""
     batch, vocab_size = 6, 3000
     logits = random(rng, (batch, vocab_size), "float32", scale=3)
     history = rng.integers(-1, vocab_size, (batch, 40)).astype(np.int32)
@@ -126,7 +126,7 @@ def test_options_of_each_request(device, rng):
     ("name", "value"), [("temperature", 0.5), ("top_k", 5), ("top_p", 0.5), ("min_p", 0.1)]
 )
 def test_one_option_of_each_request(device, rng, name, value):
-    """An array of equal values gives the same tokens as the number."""
+    """An array of equal values gives the same tokens as the scalar."""
     (x,) = to_device(device, random(rng, (3, 100), "float32"))
     (each,) = to_device(device, np.full(3, value, np.int32 if name == "top_k" else np.float32))
     mine = to_host(sample(x, seed=7, **{name: each}).tokens)
@@ -152,7 +152,7 @@ def test_ties_go_to_the_lowest_token(device):
 
 @pytest.mark.parametrize("options", [{"top_k": 20}, {"top_k": 600}, {"top_p": 0.25}], ids=str)
 def test_rows_of_equal_logits(device, options):
-    """More candidates than a list holds: the cut is found among the digits of the tokens."""
+    """More candidates than a list holds: radix select continues with digits of the token ids."""
     vocab_size = 4000
     logits = np.full((12, vocab_size), 0.625, np.float32)
     (x,) = to_device(device, logits)
@@ -164,7 +164,7 @@ def test_rows_of_equal_logits(device, options):
 
 
 def test_the_largest_vocabulary_with_equal_logits(device):
-    """The sum of all weights in one bin is the largest possible."""
+    """All tokens are in one bin, with the largest possible sum of weights."""
     logits = np.full((1, 1 << 20), 0.625, np.float32)
     (x,) = to_device(device, logits)
     tokens = to_host(sample(x, seed=3, top_p=0.25).tokens)
@@ -172,7 +172,7 @@ def test_the_largest_vocabulary_with_equal_logits(device):
 
 
 def streamed(device, placed, **options):
-    """Results of the same rows in a batch, or before Hopper: one block streams each row."""
+    """Results of the same rows in a batch or for sm_80, where one thread block streams each row."""
     if device == "emulator":
         with cukit.backend("emulator", arch="sm_80"):
             return sample(placed, **options)
@@ -182,7 +182,7 @@ def streamed(device, placed, **options):
 
 
 def large_rows(rng, kind, vocab_size):
-    """Rows of several rounds, whose candidates are few, many, in one place, or more than fit."""
+    """Rows of several rounds with few, many or adjacent candidates, or more than the list holds."""
     z = rng.standard_normal((2, vocab_size))
     ramp = np.linspace(-8, 8, vocab_size)
     if kind == "normal":
@@ -213,7 +213,7 @@ def large_rows(rng, kind, vocab_size):
     ids=str,
 )
 def test_candidates_of_large_rows(device, rng, kind, options):
-    """Rows kept by a cluster; rows that a block reads once, twice (flat rows) or several times."""
+    """Rows in the shared memory of a cluster; rows that a block reads once, twice or more often."""
     if device == "emulator" and (kind == "masked") != ("logprobs" in options):
         pytest.skip("every option and every kind once")
     logits = large_rows(rng, kind, 33333 if kind == "peaked" else 40000)
@@ -223,7 +223,7 @@ def test_candidates_of_large_rows(device, rng, kind, options):
     assert_same(got, reference.sample(logits.astype(np.float64), **options))
     for mine, other in zip(got, streamed(device, x, **options), strict=True):
         assert (mine is None) or to_host(mine).tobytes() == to_host(other).tobytes()
-    # An array of the default value selects another kernel, which decides for each row.
+    # An array of default values selects another kernel, which handles each row by its options.
     name = "min_p" if "top_p" in options else "top_p"
     if name not in options:
         (each,) = to_device(device, np.full(2, 1 if name == "top_p" else 0, np.float32))
@@ -246,7 +246,7 @@ def test_draws_do_not_depend_on_the_alignment(device, rng):
 
 @pytest.mark.emulator
 def test_rising_logits_fill_the_list_twice():
-    """Every token reaches the limit of those before it: more than a list holds at first."""
+    """Every logit exceeds the threshold from the first round, so the list overflows at first."""
     logits = np.linspace(-5, 5, 33000, dtype=np.float32)[None]
     with cukit.backend("emulator", arch="sm_80"):
         got = sample(logits, top_k=50, logprobs=3, seed=2)
@@ -255,7 +255,7 @@ def test_rising_logits_fill_the_list_twice():
 
 @pytest.mark.parametrize("spread", [pytest.param(1e-6, marks=pytest.mark.slow), 1e-3], ids=str)
 def test_logits_that_differ_in_their_last_bits(device, rng, spread):
-    """Thousands in one bin of the first round."""
+    """Thousands of tokens are in one bin of the first round."""
     logits = (8 + random(rng, (2, 5000), "float32") * spread).astype(np.float32)
     (x,) = to_device(device, logits)
     for options in ({"top_k": 30, "logprobs": 5}, {"top_p": 0.5}, {"top_k": 2000, "top_p": 0.5}):
@@ -367,7 +367,7 @@ def test_clusters_and_single_blocks_agree(rng, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_row_alone_and_in_a_batch(rng, options):
-    """Other clusters and blocks give the same bits."""
+    """Results are bitwise equal for all sizes of clusters and thread blocks."""
     logits = random(rng, (300, 32000), "float32", scale=2)
     (x,) = to_device("gpu", logits)
     together = sample(x, seed=100, **options)
@@ -450,7 +450,7 @@ def test_a_million_draws_of_a_large_vocabulary(rng, options):
 
 
 def test_random_numbers_are_philox():
-    """Known answers of the Random123 library."""
+    """A known answer of the Random123 library, and the mean of 100,000 numbers."""
     full = np.array([2**64 - 1], np.uint64)
     zero = np.zeros(1, np.uint64)
     assert int(reference.philox_uint64(zero, zero, 0)[0]) == 0xE169C58D6627E8D5
@@ -525,7 +525,7 @@ def test_plans_of_streamed_rows():
     ],
 )
 def test_few_rows_are_spread_over_clusters(rows, vocab_size, draws, cluster):
-    """Unless a small top_k or no truncation lets one block read the row once."""
+    """With a small top_k, or without truncation, one thread block reads the row once instead."""
     config = plan_sample(rows, vocab_size, "float32", 4, TYPICAL_DEVICES["sm_90"], draws=draws)
     assert (config.cluster, config.resident) == (cluster, cluster > 1)
     assert config.cluster * config.atoms * config.atom * 32 * config.vec >= vocab_size
@@ -538,7 +538,7 @@ def test_few_rows_are_spread_over_clusters(rows, vocab_size, draws, cluster):
 def test_drafts_are_read_as_rows_of_sample(rows, draws):
     device = TYPICAL_DEVICES["sm_90"]
     drafts = plan_sample(rows, 128256, "float32", 4, device, draws=draws, verifies=True)
-    # Without truncation, few drafts are spread over clusters all the same.
+    # A few rows of drafts are spread over clusters even without truncation.
     alike = "Any" if (rows, draws) == (4, "All") else draws
     plain = plan_sample(rows, 128256, "float32", 4, device, draws=alike)
     assert drafts == replace(plain, verifies=True)

@@ -1,4 +1,4 @@
-"""speculative_verify: against the reference, the target's distribution, odd drafts."""
+"""speculative_verify: against the reference, the target's distribution, invalid drafts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def probabilities(rng, shape):
 def test_matches_reference(device, rng, shape, options, drawn, dtype):
     batch, num_drafts, vocab_size = shape
     logits = random(rng, (batch, num_drafts + 1, vocab_size), dtype, scale=2)
-    # Every other draft is the target's most likely token, so that some are accepted.
+    # About 70% of the drafts are the target's most likely token, so that some are accepted.
     drafts = rng.integers(0, vocab_size, (batch, num_drafts)).astype(np.int32)
     likely = logits[:, :num_drafts].astype(np.float32).argmax(axis=-1)
     drafts = np.where(rng.random(drafts.shape) < 0.7, likely, drafts).astype(np.int32)
@@ -54,7 +54,7 @@ def test_matches_reference(device, rng, shape, options, drawn, dtype):
 
 
 def streamed(device, placed, **options):
-    """Results of the same requests in a batch, or before Hopper: one block streams each row."""
+    """Results of the same requests in a batch or for sm_80: one thread block streams each row."""
     if device == "emulator":
         with cukit.backend("emulator", arch="sm_80"):
             return speculative_verify(*placed[:2], draft_probs=placed[2], **options)
@@ -81,13 +81,13 @@ def streamed(device, placed, **options):
 )
 @pytest.mark.parametrize("drawn", [True, False])
 def test_drafts_of_large_rows(device, rng, kind, options, drawn):
-    """Rows kept by a cluster; rows that a block reads once, twice (flat rows) or several times."""
+    """Rows in the shared memory of a cluster; rows that a block reads once, twice or more often."""
     logits = np.repeat(large_rows(rng, kind, 40000)[:, None], 2, axis=1)
     best, second = logits[:, 0].argsort(axis=-1)[:, -1], logits[:, 0].argsort(axis=-1)[:, -2]
     drafts = np.array([[best[0]], [second[1]]], np.int32)
     probs = None
     if drawn:
-        # The first is accepted; the second is almost certainly rejected.
+        # The first draft is accepted; the second is almost certainly rejected.
         probs = np.exp(logits[:, :1].astype(np.float64))
         probs /= probs.sum(axis=-1, keepdims=True)
         probs[0, 0, best[0]] /= 2
@@ -108,12 +108,12 @@ def test_drafts_of_large_rows(device, rng, kind, options, drawn):
 
 @pytest.mark.parametrize("options", [{}, {"top_k": 9}, {"top_p": 0.9}], ids=str)
 def test_a_rejected_draft_without_residual_probability(device, options):
-    """Without an excess of the target, the token is drawn from the target."""
+    """If no target probability exceeds the draft's, the token is drawn from the target."""
     logits = np.full((2, 2, 600), -np.inf, np.float32)
     logits[..., 44] = 1
     drafts = np.array([[44], [43]], np.int32)
     probs = np.ones((2, 1, 600), np.float32)
-    probs[0, 0, 44] = 1e9  # not a probability: rejected, but nothing else is left
+    probs[0, 0, 44] = 1e9  # not a probability: rejected, although the target has no other token
     placed = to_device(device, drafts, logits, probs)
     for given in (placed[2], None):
         verified = speculative_verify(*placed[:2], draft_probs=given, seed=1, **options)
@@ -124,7 +124,7 @@ def test_a_rejected_draft_without_residual_probability(device, options):
 
 
 def test_options_of_each_request(device, rng):
-    """Each request in a separate call, with numbers as options."""
+    """Each request equals a separate call with scalar options."""
     batch, num_drafts, vocab_size = 5, 2, 3000
     logits = random(rng, (batch, num_drafts + 1, vocab_size), "float32", scale=3)
     drafts = logits[:, :num_drafts].argmax(axis=-1).astype(np.int32)
@@ -159,7 +159,7 @@ def test_options_of_each_request(device, rng):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("drawn", [True, False])
 def test_a_request_alone_and_in_a_batch(rng, options, drawn):
-    """Results are bitwise equal for all sizes of clusters and blocks."""
+    """Results are equal for all sizes of clusters and thread blocks."""
     logits = random(rng, (100, 3, 32000), "float32", scale=2)
     drafts = logits[:, :2].argmax(axis=-1).astype(np.int32)
     probs = probabilities(rng, (100, 2, 32000)) if drawn else None

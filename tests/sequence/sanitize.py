@@ -1,4 +1,4 @@
-"""Groups for `tests.sanitize`: scans of one or several blocks per sequence, steps, convolution."""
+"""Groups for `tests.sanitize`: scans of one or several segments, gradients, steps, convolution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""causal_conv: compared with the explicit sum and differences; calls that continue calls."""
+"""causal_conv: compared with explicit sums and finite differences; calls that continue others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def inputs(rng, batch, seq_len, channels, width, dtype):
 @pytest.mark.parametrize("activation", ["silu", "none"])
 def test_matches_reference(device, rng, case, activation):
     if device == "emulator" and activation == "none" and case is not CASES[1]:
-        pytest.skip("one is enough here")
+        pytest.skip("one case without an activation suffices here")
     x, weight, bias, state, grad = inputs(rng, *case)
 
     def forward(function):

@@ -111,7 +111,7 @@ def test_matches_reference(device, rng, size, decay, dtype):
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_of_each_class(rng, arch):
-    """mma.sync and wgmma, bitwise equal in two orders of blocks and copies."""
+    """mma.sync and wgmma; results are bitwise equal in two orders of thread blocks and copies."""
     for size in (SIZES[2], SIZES[4], SIZES[5]):
         arrays, grads = problem(rng, size, "bfloat16", 0.05)
         arrays[3][:, ::7] *= 60  # some sub-chunks with extreme decays
@@ -158,7 +158,7 @@ def test_packed_sequences_match_separate_calls(device, rng):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_channels_with_strong_and_weak_decay(device, rng, dtype):
-    """-1e4 and -infinity in some channels make no NaN; clamped log decays have a gradient of 0."""
+    """-1e4 and -infinity in some channels cause no NaN; clamped log decays have a gradient of 0."""
     size = Size(1, 200, 2, 2, 16, 16)
     arrays, grads = problem(rng, size, dtype, decay=0.01)
     decay = arrays[3]
@@ -175,7 +175,7 @@ def test_channels_with_strong_and_weak_decay(device, rng, dtype):
 
 
 def test_strong_decays_have_small_gradients(device, rng):
-    """They are not differences of large sums, which would cancel."""
+    """The gradients must not be computed as differences of large sums, which would cancel."""
     size = Size(1, 130, 1, 1, 64, 64)
     arrays, grads = problem(rng, size, "bfloat16")
     arrays[3][...] = -30.0
@@ -192,8 +192,9 @@ def test_strong_decays_have_small_gradients(device, rng):
 )
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_small_gradients_beside_large_sums(device, rng, decays, dtype):
-    """Around the strongest decays that tensor-core products within 16 tokens represent, and where
-    only some decays have a gradient: terms of pairs that do not contain the decay cancel."""
+    """Decays near the strongest that tensor-core products within 16 tokens represent, and mixtures
+    in which only some decays have a gradient. The gradient of a decay is a prefix sum: the terms of
+    token pairs that do not span the decay must cancel exactly."""
     size = Size(1, 130, 4, 2, 72, 72)
     arrays, grads = problem(rng, size, dtype)
     arrays[3][...] = rng.choice(np.array(decays, np.float32), arrays[3].shape)

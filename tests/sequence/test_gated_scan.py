@@ -1,4 +1,4 @@
-"""gated_scan: against the recurrence itself, any split, carried states, extreme decays; steps."""
+"""gated_scan: against the recurrence, any chunk size, carried states, extreme decays; steps."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_matches_reference(device, rng, size, decay, dtype):
 @pytest.mark.emulator
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_kernels_of_each_class(rng, arch):
-    """mma.sync and wgmma: several column tiles, states and segments, sequences of any lengths."""
+    """mma.sync and wgmma: several column tiles, states and segments, sequences of any length."""
     for size in (SIZES[2], SIZES[4], SIZES[5], Size(1, 2500, 1, 1, 8, 8)):
         x, b, c, decay, state = inputs(rng, size, "bfloat16")
         grad, cu_seqlens = random(rng, x.shape, "bfloat16"), size.cu_seqlens
@@ -182,7 +182,7 @@ def test_calls_that_carry_the_state_match_one_call(device, rng, channels):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_decays_of_zero_and_one(device, rng, dtype):
-    """-1e4 and -infinity make no NaN, and what comes after them keeps its precision."""
+    """-1e4 and -infinity cause no NaN, and results after them keep their precision."""
     size = Size(1, 200, 2, 2, 16, 16)
     x, b, c, decay, state = inputs(rng, size, dtype, decay=0.01)
     decay[:, 70], decay[:, 130] = -1e4, -np.inf
@@ -232,7 +232,7 @@ def test_a_million_tokens_do_not_drift(rng):
 @pytest.mark.gpu
 @pytest.mark.parametrize("channels", [False, True])
 def test_launches_that_start_early_keep_the_order_of_the_stream(rng, channels):
-    """Arguments are overwritten before and after each call."""
+    """Arguments are overwritten on the stream before and after each call."""
     size = Size(1, 8192, 4, 4, 64, 128)
     arrays = to_device("gpu", *inputs(rng, size, "bfloat16", channels=channels))
     grad = arrays[0].copy()

@@ -31,11 +31,11 @@ PASSES = [
     (Size(1, 300, 4, 2, 64, 72, (0, 1, 64, 200, 35, 0)), 1),
     (Size(1, 643, 3, 1, 64, 64), 2),  # split over segments
 ]
-"""Sizes, and the number of heads whose workspace is the limit."""
+"""Sizes, and the number of heads for which the workspace suffices."""
 
 
 def problem(rng, size, dtype, decay=0.2, *, channels=False):
-    """Gradients of both outputs, and the forward's arguments."""
+    """grad_y, grad_final_state, and the forward's arguments."""
     arrays = inputs(rng, size, dtype, decay, channels=channels)
     grad_final = random(rng, arrays[4].shape, "float32")
     return random(rng, arrays[0].shape, dtype), grad_final, arrays
@@ -151,7 +151,7 @@ def test_extreme_decays(device, rng):
 
 
 def test_strong_decays_have_small_gradients(device, rng):
-    """They are not differences of large sums, which would cancel."""
+    """The gradients must not be computed as differences of large sums, which would cancel."""
     size = Size(1, 130, 1, 1, 64, 64)
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
     arrays[3][...] = -30.0
@@ -184,7 +184,8 @@ def test_without_states(device, rng):
 
 @pytest.fixture
 def max_heads(monkeypatch):
-    """Sets the limit to the workspace of some heads, and clears the op's plans."""
+    """A function that limits the workspace to that of `heads` heads, clears the op's plans, and
+    returns the number of passes."""
 
     def limit(size, heads, channels):
         sequences = size.batch if size.lengths is None else len(size.lengths)
@@ -201,7 +202,7 @@ def max_heads(monkeypatch):
 
 
 def check_passes(device, rng, size, heads, channels, max_heads):
-    """Gradients of several passes are bitwise those of one pass: their segments are the same."""
+    """Gradients of several passes equal those of one pass bitwise: the segments are the same."""
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16", 0.05, channels=channels)
     whole = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
     assert max_heads(size, heads, channels) > 1
@@ -230,7 +231,7 @@ def test_passes_of_each_class(rng, arch, size, heads, channels, max_heads):
 
 @possible(lambda device: device == "gpu")
 def test_passes_match_the_reference(device, rng, max_heads):
-    """With many segments, whose boundaries differ from those of a single pass."""
+    """With many segments; their boundaries differ from those of a single pass."""
     size = LARGE[2]
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
     assert max_heads(size, 3, False) == 6

@@ -1,4 +1,4 @@
-"""A small call of every differentiable operator of the bridge: function, inputs, constants."""
+"""A small call of every differentiable operator of cukit.torch except quantized_linear."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ VOCAB, ROWS = 40, 6
 
 @dataclass(frozen=True)
 class Case:
-    """operator: its name in cukit/torch/_table.py. call: takes the inputs, then the constants.
-    inputs: shapes of the differentiable inputs. constants: shapes of the others, or functions that
-    create them. dtypes: those of the kernel."""
+    """A call of an operator.
+
+    operator: its name in cukit/torch/_table.py. call: takes the inputs, then the constants.
+    inputs: shapes of the differentiable inputs. constants: shapes of the other arguments, or
+    functions that create them. dtypes: dtypes that the kernel supports.
+    """
 
     operator: str
     call: Callable[..., Any]
@@ -197,7 +200,7 @@ CASES = {
 
 
 def results(case: Case, inputs: list[Tensor], constants: list[Any]) -> list[Tensor]:
-    """Outputs and the gradients of a sum with uneven weights."""
+    """The outputs, and the gradients of a weighted sum of their elements."""
     outputs = case.call(*inputs, *constants)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     total = sum(

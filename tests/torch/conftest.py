@@ -1,4 +1,4 @@
-"""The device of tensors; one thread for torch, because tests run in one process per core."""
+"""A fixture for the device of tensors; one thread for torch: tests run in one process per core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random small models of transformers."""
+"""Small models of the transformers library, with random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FAMILIES = ("llama", "gemma3", "qwen3")
 
 
 def small_model(family: str, **options: Any) -> Any:
-    """A causal language model with random weights, the same each time."""
+    """A causal language model with the same random weights in each call."""
     import torch
     import transformers
 

@@ -111,7 +111,7 @@ def test_inductor() -> None:
 
 @pytest.mark.gpu
 def test_a_training_step_in_a_cuda_graph() -> None:
-    """Captured once and replayed with new inputs: the losses and weights of eager steps."""
+    """Replays of one captured step with new inputs give the losses and weights of eager steps."""
     torch.manual_seed(0)
     plain = Student().to("cuda", torch.bfloat16)
     graphed = copy.deepcopy(plain)
@@ -181,7 +181,7 @@ def test_results_live_in_torchs_memory() -> None:
     before = torch.cuda.memory_allocated()
     y = ckt.gelu(x)
     assert torch.cuda.memory_allocated() - before == y.nbytes
-    y.record_stream(torch.cuda.Stream())  # rejected for memory that torch does not own
+    y.record_stream(torch.cuda.Stream())  # an error for memory that torch does not own
     del y
     assert torch.cuda.memory_allocated() == before
 

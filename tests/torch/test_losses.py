@@ -17,7 +17,7 @@ from cukit.torch._table import HEAD_LOSSES, LOSSES, NOT_OPTIONS  # noqa: E402
 ALL = [*LOSSES, *HEAD_LOSSES]
 by_name = pytest.mark.parametrize("loss", ALL, ids=lambda each: each.name)
 
-# A value of each option, for the losses that have it.
+# For each option, a value that all losses with this option are tested with.
 VALUES = {
     "ignore_index": 3, "reduction": "sum", "normalizer": 7.0, "temperature": 1.7,
     "scale_by_temperature_squared": True, "divergence": "reverse_kl", "beta": 0.3,
@@ -36,8 +36,8 @@ def arrays(loss) -> tuple[list[np.ndarray], np.ndarray]:
     """The arguments of the loss, and targets."""
     rng = np.random.default_rng(0)
     targets = rng.integers(0, 9, 5)
-    targets[targets == 8] = 0  # VALUES cuts the vocabulary
-    targets[:2] = 3  # VALUES ignores these
+    targets[targets == 8] = 0  # VALUES sets vocab_size to 8
+    targets[:2] = 3  # VALUES sets ignore_index to 3
     names = list(inspect.signature(loss.function).parameters)
     if loss.result is not None:
         made = [rng.standard_normal(shape) for shape in ((5, 8), (9, 8))]

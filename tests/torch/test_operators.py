@@ -1,4 +1,4 @@
-"""Operators of the bridge: gradients, agreement of devices, layouts, checks of torch.library."""
+"""Operators of cukit.torch: gradients, agreement of devices, layouts, torch.library checks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Array = Any
 
 every_case = pytest.mark.parametrize("name", CASES)
 
-# Relative to the largest element: two roundings to the dtype, and those of sums in between.
+# Relative to the largest element: two roundings to the dtype, and the roundings of sums in between.
 TOLERANCE = {"float32": 2e-5, "float16": 8e-3, "bfloat16": 6e-2}
 EMULATED = ("rms_norm", "add_rms_norm", "silu_and_mul", "rope", "kl_divergence", "flash_attention")
 
 
 @contextmanager
 def on_the_references() -> Iterator[None]:
-    """The oracle runs in float64 on NumPy, in a test with any backend."""
+    """Deactivates the backend of the test: the exact results are computed in float64 on NumPy."""
     before = backend.activate(None)
     try:
         yield
@@ -86,7 +86,7 @@ def test_gradients_by_finite_differences_in_float32(name: str, fast: bool) -> No
 
 @every_case
 def test_torch_accepts_the_operator(name: str) -> None:
-    """Schema, fake kernel and autograd as torch.compile needs them."""
+    """opcheck accepts the schema, the autograd registration and the fake kernel."""
     case = CASES[name]
     inputs, constants = case.make(torch.float64, "cpu")
     calls = []
@@ -173,7 +173,7 @@ def test_gradients_of_a_projection_take_any_layout(layout: str, device: str, pla
 
 @pytest.mark.parametrize("own_tables", [False, True])
 def test_gradients_of_attention_side_by_side(own_tables: bool, device: str, place: str) -> None:
-    """As those of separate operators; tables shared by both sequences, or for each."""
+    """Equal to those of separate operators; rotary tables shared by both sequences, or one each."""
     exact = device == "cpu"  # the reference
     dtype, tolerance = (torch.float32, 1e-6) if exact else (torch.bfloat16, 2e-2)
     torch.manual_seed(0)
@@ -272,7 +272,7 @@ def test_lse_is_a_constant() -> None:
 def test_distillation_attention_equals_attention_and_divergence(
     temperature: float, given: bool
 ) -> None:
-    """Results and gradients of the single operator are those of the two."""
+    """One operator gives the results and gradients of flash_attention and attention_kl."""
     torch.manual_seed(1)
     q_t, k_t, v_t = (torch.randn(2, 7, 2, 24, dtype=torch.float64) for _ in range(3))
     student = [

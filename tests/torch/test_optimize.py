@@ -87,7 +87,7 @@ def test_use_cuda_kernels_false_swaps_nothing() -> None:
 
 
 class OddRMSNorm(nn.Module):
-    """Has the name and the attributes of RMSNorm, but another formula."""
+    """Has the attributes of RMSNorm and a similar name, but another formula."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ def test_a_fused_residual_trains_under_autocast(kinds, weights, norms) -> None:
             logits = model(tokens).logits
             logits.float().square().mean().backward()
         results.append([logits, *(each.grad for each in model.parameters())])
-    # A kernel computes a norm or, with one dtype for all, the addition and the norm.
+    # The larger tolerance is for norms computed by a kernel, alone or fused with the addition.
     tolerance = 2e-2 if "norm" in kinds or weights == norms == torch.bfloat16 else 1e-5
     for want, got in zip(*results, strict=True):
         assert got.dtype == want.dtype

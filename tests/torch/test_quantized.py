@@ -13,8 +13,8 @@ from torch import nn  # noqa: E402
 import cukit.torch as ckt  # noqa: E402
 from cukit.errors import ConfigError  # noqa: E402
 
-# Relative to the largest output, for normal weights: half a step of 127 or 7, and sums of 200
-# products.
+# Relative to the largest output, for sums of 200 products: each weight is rounded by up to half of
+# 1/127 or 1/7 of the largest weight.
 ERROR = {8: 0.02, 4: 0.15}
 
 

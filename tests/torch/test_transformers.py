@@ -55,7 +55,7 @@ def test_logits_equal_those_of_sdpa(family: str, batch: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generated_tokens_equal_those_of_sdpa(family: str, cache: str) -> None:
-    """Generation: prefill, then steps of one query over a growing, sliding or fixed cache."""
+    """Prefill, then steps of one query over a growing, sliding or static cache."""
     model, tokens = small_model(family), ids(length=7)
     mask = torch.ones_like(tokens)
     mask[0, :2] = 0
@@ -121,7 +121,7 @@ def test_a_floating_point_mask_is_added() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_logits_are_near_those_of_sdpa_on_the_gpu(family: str, padded: bool) -> None:
-    """In bfloat16, both compared with float32."""
+    """Compares the bfloat16 errors of both with float32 logits as the reference."""
     model, tokens = small_model(family).cuda(), ids(length=40).cuda()
     visible = torch.ones_like(tokens, dtype=torch.bool)
     if padded:
