@@ -453,12 +453,15 @@ def _losses(
 
 
 def _weighted(parts: _Parts, soft_weight: float, hard_weight: float) -> Array:
-    grad = None
-    for part, weight in ((parts.soft_grad, soft_weight), (parts.hard_grad, hard_weight)):
-        if part is not None:
-            part = part if weight == 1.0 else part * part.dtype.type(weight)
-            grad = part if grad is None else grad + part
-    return grad
+    """The weighted sum of the gradients; a gradient with weight 0 is dropped, even if it is NaN."""
+    given = ((parts.soft_grad, soft_weight), (parts.hard_grad, hard_weight))
+    grads = [(part, weight) for part, weight in given if part is not None]
+    used = [
+        part if weight == 1.0 else part * part.dtype.type(weight)
+        for part, weight in grads
+        if weight != 0.0
+    ]
+    return sum(used[1:], used[0]) if used else array_namespace(grads[0][0]).zeros_like(grads[0][0])
 
 
 def _mix(

@@ -374,6 +374,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
                                    soft.teacher_logits.of(statistics.lowest_teacher));
   const auto write_gradient = [&] {
     if constexpr (GRAD) {
+      if (kReverse && soft.soft_scale == 0.0f) soft.centre = 0.0f;  // it may be infinite
       fit ? gradient_sweep(Choice<Sweep::Apart>{}) : gradient_sweep(Choice<Sweep::Masked>{});
     }
   };

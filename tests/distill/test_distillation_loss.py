@@ -192,6 +192,20 @@ def test_columns_masked_in_one(device, divergence, beta):
     assert not to_host(grad)[2:].any()
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize("columns", [3, 1001])
+def test_an_infinite_divergence_with_weight_0_is_dropped(device, rng, columns):
+    """From the gradient too, whose other columns one thread or several compute."""
+    student, teacher = random(rng, (2, columns), "float32"), random(rng, (2, columns), "float32")
+    teacher[0, -1] = -np.inf
+    *placed, targets = to_device(device, student, teacher, np.array([1, 2]))
+    options = {"divergence": "reverse_kl", "soft_weight": 0.0, "hard_weight": 2.0}
+    loss, grad = distillation_loss(*placed, targets=targets, return_grad=True, **options)
+    expected = cross_entropy(placed[0], targets, return_grad=True, grad_loss=2.0)
+    np.testing.assert_allclose(to_host(loss), 2 * to_host(expected[0]), rtol=1e-6)
+    np.testing.assert_allclose(to_host(grad), to_host(expected[1]), rtol=1e-5, atol=1e-8)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 def test_equals_the_weighted_sum_with_cross_entropy(device, rng, reduction, divergence):

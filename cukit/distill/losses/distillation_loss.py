@@ -88,7 +88,8 @@ def distillation_loss(
         temperature: T of the divergence, above 0; the cross-entropy always uses 1.
         scale_by_temperature_squared: multiply the divergence and its gradient by T^2 (Hinton et
             al., arXiv:1503.02531).
-        soft_weight, hard_weight: weights of divergence and cross-entropy.
+        soft_weight, hard_weight: weights of divergence and cross-entropy; a loss with weight 0 is
+            dropped, with its gradient, even if it is infinite.
         targets: int32|int64 [...], the rows' classes; needed if hard_weight != 0. Rows whose target
             is `ignore_index` have zero loss and gradient, as do rows in which all logits of either
             model are -inf.
