@@ -83,6 +83,40 @@ def test_directed_rounding_of_infinities_and_overflow() -> None:
     np.testing.assert_array_equal(y, [np.inf, -np.inf, -np.inf, largest, np.nan])
 
 
+EDGES = """
+__global__ void conversions(const double* x, long long* y) {
+  const float narrow = x[0];
+  y[0] = __float2int_rn(narrow), y[1] = __float2ll_rz(narrow);
+  y[2] = __double2int_rn(x[0]), y[3] = __double2ll_rn(x[0]), y[4] = __double2uint_rz(x[0]);
+}
+__global__ void bits(unsigned mask, int* y) {
+  y[0] = __fns(mask, 4, 1), y[1] = __fns(mask, 4, 2), y[2] = __fns(mask, 4, -2);
+  y[3] = __fns(mask, 4, 0), y[4] = __fns(mask, 5, 0), y[5] = __fns(mask, 4, 4);
+}
+__global__ void errors(const double* x, double* y) {
+  y[0] = erfcx(x[0]), y[1] = erfcx(x[1]), y[2] = erfcx(-x[1]), y[3] = erfcinv(x[2]);
+  y[4] = erfcinv(x[3]), y[5] = erfcinv(x[4]), y[6] = normcdfinv(x[2]);
+}
+"""
+
+
+@emulator
+def test_functions_at_the_edges_of_their_domains() -> None:
+    """NaN as an integer: 0, or the highest bit alone if one of the types has 64 bits."""
+    converted = np.zeros(5, np.int64)
+    args = (np.array([np.nan]), converted)
+    cukit.check_kernel(EDGES, "conversions", grid=1, block=1, args=args)
+    assert converted.tolist() == [0, -(2**63), -(2**31), -(2**63), 2**31]
+    positions = np.zeros(6, np.int32)
+    cukit.check_kernel(EDGES, "bits", grid=1, block=1, args=(np.uint32(0b10110001), positions))
+    assert positions.tolist() == [4, 5, 0, 4, 5, -1]
+    x, y = np.array([24.0, 1e6, 1e-300, 0.0, 1.5]), np.zeros(7)
+    cukit.check_kernel(EDGES, "errors", grid=1, block=1, args=(x, y))
+    # From mpmath. The last is the quantile of the normal distribution.
+    expected = [0.02348755, 5.641896e-7, np.inf, 26.20946996, np.inf, -0.47693628, -37.04709641]
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+
+
 @emulator
 def test_template_instances_are_launched() -> None:
     x = np.zeros(6, np.float64)

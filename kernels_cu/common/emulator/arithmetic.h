@@ -144,6 +144,19 @@ inline float cukit_rounded(float x) {
   __asm__("" : "+m"(x));
   return x;
 }
+namespace cukit::emulator {
+
+// a + b, rounded to odd: an inexact sum has an odd last bit. Rounding it to a float or
+// 16-bit float then gives the same result as rounding the exact sum.
+inline double sum_to_odd(double a, double b) {
+  const double sum = a + b, other = sum - a;
+  const double lost = (a - (sum - other)) + (b - other);
+  const bool inexact = lost < 0 || lost > 0;  // not NaN
+  if (!inexact || (__double_as_longlong(sum) & 1)) return sum;
+  return nextafter(sum, lost > 0 ? INFINITY : -INFINITY);
+}
+
+}  // namespace cukit::emulator
 inline float __fadd_rn(float a, float b) { return cukit_rounded(a + b); }
 // Rounds towards zero. A double holds the exact sum of floats whose exponents differ by less than
 // 29; otherwise `lost` has the sign of the exact sum minus the double.
@@ -160,12 +173,18 @@ inline float __fmul_rn(float a, float b) { return cukit_rounded(a * b); }
 inline float __fdiv_rn(float a, float b) { return cukit_rounded(a / b); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 
-// Conversions saturate, and NaN becomes 0, as on the GPU.
+// NaN converted to an integer, as on the GPU: 0, or the highest bit alone if one of the types has 64
+// bits.
+template <typename To, typename From>
+constexpr To cukit_from_nan() {
+  return sizeof(To) == 8 || sizeof(From) == 8 ? static_cast<To>(1ull << (8 * sizeof(To) - 1)) : To(0);
+}
+// Conversions saturate.
 template <typename To, typename From>
 inline To cukit_saturate(From x) {
   constexpr To kLow = static_cast<To>(To(-1) < To(0) ? To(1) << (8 * sizeof(To) - 1) : To(0));
   constexpr To kHigh = static_cast<To>(~kLow);
-  if (!(x == x)) return 0;
+  if (!(x == x)) return cukit_from_nan<To, From>();
   if (x <= static_cast<From>(kLow)) return kLow;
   return x >= static_cast<From>(kHigh) ? kHigh : static_cast<To>(x);
 }

@@ -205,16 +205,6 @@ inline T absolute(T x) {
   }
 }
 
-// product + c, rounded to a double with an odd last bit unless the double is exact. Converting it
-// to a 16-bit float then rounds only once in effect: an inexact double is never halfway between two
-// 16-bit floats.
-inline double sum_to_odd(double product, double c) {
-  const double sum = product + c, other = sum - product;
-  const double lost = (product - (sum - other)) + (c - other);
-  const auto bits = get<std::uint64_t>(sum);
-  if (!(lost < 0 || lost > 0) || bits % 2 == 1) return sum;  // NaN if the sum is not finite
-  return get<double>((lost > 0) == (sum > 0) ? bits + 1 : bits - 1);
-}
 // a * b + c, rounded once.
 template <typename T>
 inline T fused(T a, T b, T c) {
@@ -352,9 +342,7 @@ inline To convert(From x) {
   if constexpr (std::is_integral_v<To> && std::is_integral_v<From>) {
     return Saturate ? saturate<To>(x) : static_cast<To>(x);
   } else if constexpr (std::is_integral_v<To>) {
-    // NaN becomes 0, or the highest bit alone if one of the types has 64 bits.
-    constexpr bool kWide = sizeof(To) == 8 || sizeof(From) == 8;
-    if (is_nan(x)) return kWide ? static_cast<To>(1ull << (8 * sizeof(To) - 1)) : To(0);
+    if (is_nan(x)) return cukit_from_nan<To, From>();
     return cukit_saturate<To>(to_integer<R>(as_number(x)));
   } else if constexpr (std::is_integral_v<From>) {
     return Saturate ? saturate<To>(static_cast<To>(x)) : static_cast<To>(x);

@@ -140,9 +140,14 @@ inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift) {
 inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
   return ::cukit::emulator::ptx::dp4a<std::uint8_t, std::uint8_t>(a, b, c);
 }
+// The position of the offset-th set bit at or above `base`, or at or below it if offset < 0; the bit at
+// `base` if offset is 0.
 inline unsigned __fns(unsigned mask, unsigned base, int offset) {
-  for (unsigned i = 0; i < 32 && offset > 0; ++i) {
-    if (base + i < 32 && mask >> (base + i) & 1 && --offset == 0) return base + i;
+  const int step = offset < 0 ? -1 : 1;
+  int left = offset == 0 ? 1 : offset * step;
+  for (int i = static_cast<int>(base); i >= 0 && i < 32; i += step) {
+    if ((mask >> i & 1) && --left == 0) return i;
+    if (offset == 0) break;
   }
   return ~0u;
 }
@@ -189,15 +194,6 @@ inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 inline double __dsqrt_rn(double x) { return sqrt(x); }
 inline double __drcp_rn(double x) { return 1.0 / x; }
 namespace cukit::emulator {
-// a + b, rounded to odd: an inexact sum has an odd last bit. Rounding it to float then gives the
-// same result as rounding the exact sum.
-inline double sum_to_odd(double a, double b) {
-  const double sum = a + b, other = sum - a;
-  const double lost = (a - (sum - other)) + (b - other);
-  const bool inexact = lost < 0 || lost > 0;  // not NaN
-  if (!inexact || (__double_as_longlong(sum) & 1)) return sum;
-  return nextafter(sum, lost > 0 ? INFINITY : -INFINITY);
-}
 // Rounds `exact` towards `side`, given `nearest`, its rounding to nearest: moves `nearest` by one
 // ulp if it is on the wrong side.
 inline float toward(double exact, float nearest, float side) {
@@ -255,7 +251,15 @@ inline double sinpi(double x) { return sin(3.14159265358979323846 * x); }
 inline double cospi(double x) { return cos(3.14159265358979323846 * x); }
 inline void sincospif(float x, float* s, float* c) { *s = sinpif(x), *c = cospif(x); }
 inline void sincospi(double x, double* s, double* c) { *s = sinpi(x), *c = cospi(x); }
-inline double erfcx(double x) { return exp(x * x) * erfc(x); }
+// erfc(x) exp(x^2); an asymptotic series where erfc(x) underflows.
+inline double erfcx(double x) {
+  const double square = x * x;
+  if (x < -27) return INFINITY;
+  if (x < 25) return exp(square) * (1 + fma(x, x, -square)) * erfc(x);
+  double sum = 1;
+  for (int n = 10; n > 0; --n) sum = 1 - (2 * n - 1) / (2 * square) * sum;
+  return 0.56418958354775628 / x * sum;
+}
 inline float erfcxf(float x) { return static_cast<float>(erfcx(x)); }
 // Newton iterations from a logarithmic initial value; as accurate as erf.
 inline double erfinv(double y) {
@@ -266,7 +270,16 @@ inline double erfinv(double y) {
   return x;
 }
 inline float erfinvf(float y) { return static_cast<float>(erfinv(y)); }
-inline double erfcinv(double y) { return erfinv(1 - y); }
+// Newton iterations on log(erfc(x)) where 1 - y would lose digits of y.
+inline double erfcinv(double y) {
+  if (!(y > 0 && y < 0.25)) return erfinv(1 - y);
+  double x = sqrt(-log(y));
+  for (int i = 0; i < 8; ++i) {
+    const double excess = log(erfcx(x)) - x * x - log(y);
+    x += excess * erfcx(x) / 1.1283791670955126;
+  }
+  return x;
+}
 inline float erfcinvf(float y) { return static_cast<float>(erfcinv(y)); }
 inline double normcdfinv(double y) { return -1.4142135623730951 * erfcinv(2 * y); }
 inline float normcdfinvf(float y) { return static_cast<float>(normcdfinv(y)); }
