@@ -82,6 +82,12 @@ def asarray(
     """
     if copy is not None:
         check_flag("asarray", "copy", copy)
+    if copy is False and (isinstance(obj, QuantizedArray) or isinstance(dtype, NarrowDtype)):
+        raise ArrayError("asarray: copy=False, but the array has to be decoded or encoded")
+    if copy is False and not hasattr(obj, "__array__") and not hasattr(obj, "__dlpack__"):
+        raise ArrayError(
+            f"asarray: copy=False, but a {type(obj).__name__} is no array and has to be copied"
+        )
     if isinstance(obj, QuantizedArray):
         obj = obj.decode()
     if isinstance(dtype, NarrowDtype):

@@ -75,7 +75,7 @@ def attention_with_kl(
     check_pairs(_OP, q_t, k_t, q_s, k_s, arrays, options)
     check_optional_scalar(_OP, "normalizer", normalizer)
     student = options.student(q_s.shape[-1])
-    check_forward(q_s, k_s, v_s, None, student, arrays.scores)
+    check_forward(_OP, q_s, k_s, v_s, None, student, arrays.scores)
     q_t, k_t = mapped_teacher(q_t, k_t, head_map_of(_OP, head_map, q_t.shape[-2], q_s.shape[-2]))
     launch = _prepare(q_s, k_s, v_s, q_t, k_t, options, *arrays)
     if launch is None:

@@ -459,6 +459,7 @@ def check_sequence_ends(
 
 
 def check_forward(
+    op: str,
     q: Array,
     k: Array,
     v: Array,
@@ -471,7 +472,6 @@ def check_forward(
 
     decoded: for FP8 inputs, the dtype to which they are decoded; q, k and v are then their storage.
     """
-    op = "flash_attention"
     options.check(op)
     check_sequences(op, options, arrays)
     stored = FLOAT_DTYPES if decoded is None else (np.dtype(np.uint8),)

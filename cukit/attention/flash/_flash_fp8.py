@@ -103,7 +103,7 @@ def decode_inputs(
 ) -> tuple[Array, Array, Array]:
     """q, k and v times their descales, in the dtype of `out` (bfloat16 without `out`)."""
     dtype = bfloat16 if out is None else out.dtype
-    check_forward(q.storage, k.storage, v.storage, out, options, arrays, decoded=dtype)
+    check_forward(_OP, q.storage, k.storage, v.storage, out, options, arrays, decoded=dtype)
     ends = (arrays.cu_seqlens_q, arrays.cu_seqlens_kv, arrays.cu_seqlens_kv)
     factors = _factors(q, k, descales, arrays)
     decoded = []
@@ -191,7 +191,7 @@ def _planned(
     """Checks a call and plans it, for all lengths that round to the same values."""
     arrays = ScoreArrays(*given)
     dtype = bfloat16 if out is None else out.dtype
-    check_forward(q, k, v, out, options, arrays, decoded=dtype)
+    check_forward(_OP, q, k, v, out, options, arrays, decoded=dtype)
     if not all(_aligned(array) for array in (q, k, v, out)) or not fits_tensor_maps(q, k, v):
         return None
     problem = problem_of(

@@ -141,7 +141,7 @@ def _check(
     options: ScoreOptions,
     arrays: ScoreArrays,
 ) -> None:
-    check_forward(q, k, v, out, options, arrays)
+    check_forward(_OP, q, k, v, out, options, arrays)
     check_array(_OP, "block_mask", block_mask, dtypes=(np.dtype(bool),))
     blocks = (ceil_div(q.shape[1], size[0]), ceil_div(k.shape[1], size[1]))
     if block_mask.shape not in (blocks, (1, *blocks), (q.shape[2], *blocks)):

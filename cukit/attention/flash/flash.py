@@ -168,7 +168,7 @@ def flash_attention(
         _refuse_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     q, k, v = adopt(_OP, q, k, v)
     if not runs_kernel(_OP, q, k, v, out, *arrays):
-        check_forward(q, k, v, out, options, arrays)
+        check_forward(_OP, q, k, v, out, options, arrays)
         check_sequence_ends(_OP, q, k, options, arrays)
         check_overlap(_OP, out, q=q, k=k, v=v, **arrays._asdict())
         result = reference.flash_attention(
@@ -202,7 +202,7 @@ def _planned_forward(
 ) -> MappedCall | tuple[FlashAttentionConfig, Kernel]:
     """Checks a call and plans it, for all lengths that round to the same values."""
     arrays = ScoreArrays(*given)
-    check_forward(q, k, v, out, options, arrays)
+    check_forward(_OP, q, k, v, out, options, arrays)
     check_kernel_layout(_OP, q=q, k=k, v=v, out=out)
     problem = problem_of(q, k, v, options, arrays, rounded=True)
     mapped: MappedForward | None = None
