@@ -30,6 +30,14 @@ class Parts(NamedTuple):
     zero_points: Array | None
     form: tuple[NarrowDtype, tuple[int, ...], Axis, GroupSize]
 
+    def arrays(self, name: str) -> dict[str, Array | None]:
+        """The arrays of the argument `name`, by name."""
+        return {
+            name: self.storage,
+            f"{name}.scales": self.scales,
+            f"{name}.zero_points": self.zero_points,
+        }
+
     def whole(self) -> QuantizedArray:
         """The QuantizedArray that was split."""
         dtype, shape, axis, group_size = self.form

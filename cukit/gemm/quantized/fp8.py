@@ -81,7 +81,7 @@ def matmul_fp8(
     left, right = parts_of(_OP, "a", a, float8_e4m3), parts_of(_OP, "b", b, float8_e4m3)
     bias, out = adopt(_OP, bias, out)
     check_flag(_OP, "fast_accumulation", fast_accumulation)
-    check_overlap(_OP, out, a=a.storage, b=b.storage, bias=bias)
+    check_overlap(_OP, out, bias=bias, **left.arrays("a"), **right.arrays("b"))
     if not runs_kernel(_OP, *left[:2], *right[:2], bias, out):
         dtype = _check(a, b, bias, out, out_dtype, fast_accumulation).dtype
         return reference.matmul_fp8(a, b, bias=bias, out_dtype=dtype, out=out)

@@ -79,7 +79,8 @@ def matmul_int8(
     left, right = parts_of(_OP, "a", a, int8), parts_of(_OP, "b", b, int8)
     bias, column_sums, out = adopt(_OP, bias, column_sums, out)
     others = (column_sums, bias, out)
-    check_overlap(_OP, out, a=a.storage, b=b.storage, bias=bias, column_sums=column_sums)
+    parts = {**left.arrays("a"), **right.arrays("b")}
+    check_overlap(_OP, out, bias=bias, column_sums=column_sums, **parts)
     if not runs_kernel(_OP, *left[:3], *right[:3], *others):
         dtype = _check(a, b, *others, out_dtype).dtype
         return reference.matmul_int8(a, b, bias=bias, out_dtype=dtype, out=out)

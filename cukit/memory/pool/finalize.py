@@ -40,12 +40,16 @@ def release_memory(
     if used or captured or process != os.getpid():
         return
     _waiting.append((provider, pager))
-    for entry in list(_waiting):
+    for _ in range(len(_waiting)):
         try:
-            if entry[0].capturing():
+            waiting_provider, waiting_pager = entry = _waiting.pop(0)
+        except IndexError:  # another thread took it
+            return
+        try:
+            if waiting_provider.capturing():
+                _waiting.append(entry)
                 continue
-            entry[0].synchronize_device()
-            entry[1].abandon()
+            waiting_provider.synchronize_device()
+            waiting_pager.abandon()
         except Exception:
             LOG.exception("memory pool: the memory of a collected pool could not be released")
-        _waiting.remove(entry)

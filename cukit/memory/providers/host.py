@@ -156,26 +156,29 @@ class HostProvider:
 
     def create_pages(self, count: int) -> list[Any]:
         """Returns pages as offsets into the file."""
-        self._charge(count * self.page_bytes)
-        pages = [self._unused.pop() for _ in range(min(count, len(self._unused)))]
-        fresh = count - len(pages)
-        pages.extend((self._file_pages + number) * self.page_bytes for number in range(fresh))
-        self._file_pages += fresh
-        os.ftruncate(self._file, self._file_pages * self.page_bytes)
-        return pages
+        return self._offsets(count, self._unused, 1)
 
     def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
         """Returns large pages, each as the offsets of its pages, contiguous in the file."""
-        step = self.large_pages
-        self._charge(count * step * self.page_bytes)
-        firsts = [self._unused_large.pop() for _ in range(min(count, len(self._unused_large)))]
-        fresh = count - len(firsts)
-        firsts.extend((self._file_pages + n * step) * self.page_bytes for n in range(fresh))
-        self._file_pages += fresh * step
-        os.ftruncate(self._file, self._file_pages * self.page_bytes)
+        firsts = self._offsets(count, self._unused_large, self.large_pages)
         self._large.update(firsts)
-        size = step * self.page_bytes
+        size = self.large_pages * self.page_bytes
         return [tuple(range(first, first + size, self.page_bytes)) for first in firsts]
+
+    def _offsets(self, count: int, unused: list[int], step: int) -> list[int]:
+        """File offsets of `count` times `step` contiguous pages: first from `unused`, then new ones
+        at the end of the file."""
+        size, end = step * self.page_bytes, self._file_pages * self.page_bytes
+        fresh = max(0, count - len(unused))
+        self._charge(count * size)
+        try:
+            os.ftruncate(self._file, end + fresh * size)
+        except BaseException:
+            self.used_bytes -= count * size
+            raise
+        self._file_pages += fresh * step
+        kept = [unused.pop() for _ in range(count - fresh)]
+        return kept + [end + number * size for number in range(fresh)]
 
     def destroy_pages(self, pages: Sequence[Any]) -> None:
         """Frees pages by punching holes into the file; later pages reuse the offsets."""
@@ -196,15 +199,24 @@ class HostProvider:
             if position < len(pages) and pages[position] == pages[start] + step * self.page_bytes:
                 continue
             at, flags = address + start * self.page_bytes, mmap.MAP_SHARED | _MAP_FIXED
-            _mmap(at, step * self.page_bytes, _READ_WRITE, flags, self._file, pages[start])
+            try:
+                _mmap(at, step * self.page_bytes, _READ_WRITE, flags, self._file, pages[start])
+            except BaseException:
+                if start:
+                    self._hide(address, start)
+                raise
             start = position
         self._mapped.update(zip(self._page_addresses(address, len(pages)), pages, strict=True))
 
     def unmap_pages(self, address: int, count: int) -> None:
         """Unmaps pages; the addresses stay reserved and inaccessible."""
-        _mmap(address, count * self.page_bytes, _NO_ACCESS, _RESERVED | _MAP_FIXED, -1, 0)
+        self._hide(address, count)
         for page in self._page_addresses(address, count):
             del self._mapped[page]
+
+    def _hide(self, address: int, count: int) -> None:
+        size = count * self.page_bytes
+        _mmap(address, size, _NO_ACCESS, _RESERVED | _MAP_FIXED, -1, 0)
 
     def _page_addresses(self, address: int, count: int) -> range:
         return range(address, address + count * self.page_bytes, self.page_bytes)
