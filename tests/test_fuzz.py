@@ -17,6 +17,7 @@ import pytest
 
 import cukit
 from cukit.core.overlap import check_overlap
+from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayLayoutError, CukitError
 from cukit.memory import HostProvider
 from cukit.registry import Op, ops
@@ -362,6 +363,11 @@ def test_a_read_only_output_is_rejected(op: Op) -> None:
     assert not out.any()
 
 
+PARTS = ("storage", "scales", "zero_points")
+COPIED = {("quantized_linear", "weight")}
+"""Arguments that the op packs, into another array, before it writes the output."""
+
+
 @pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
 def test_an_output_that_overlaps_an_input_is_rejected(op: Op) -> None:
     args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
@@ -369,15 +375,33 @@ def test_an_output_that_overlaps_an_input_is_rejected(op: Op) -> None:
     model = result[0] if isinstance(result, tuple) else result
     bound = inspect.signature(op.function).bind(*args, **kwargs)
     shift = 16
+
+    def is_rejected(name: str, value: Any, array: Any, with_array: Callable[[Any], Any]) -> None:
+        if not isinstance(array, np.ndarray) or array.nbytes <= shift:
+            return
+        memory = np.zeros(max(array.nbytes, model.nbytes) + shift, np.uint8)
+        copied = np.ndarray(array.shape, array.dtype, memory)
+        copied[...] = array
+        bound.arguments[name] = with_array(copied)
+        bound.arguments["out"] = np.ndarray(model.shape, model.dtype, memory, shift)
+        with pytest.raises(ArrayLayoutError, match="overlaps"):
+            op.function(*bound.args, **bound.kwargs)
+        bound.arguments[name] = value
+
     for name, value in list(bound.arguments.items()):
-        if isinstance(value, np.ndarray) and value.nbytes > shift:
-            memory = np.zeros(max(value.nbytes, model.nbytes) + shift, np.uint8)
-            bound.arguments[name] = np.ndarray(value.shape, value.dtype, memory)
-            bound.arguments[name][...] = value
-            bound.arguments["out"] = np.ndarray(model.shape, model.dtype, memory, shift)
-            with pytest.raises(ArrayLayoutError, match="overlaps"):
-                op.function(*bound.args, **bound.kwargs)
-            bound.arguments[name] = value
+        is_rejected(name, value, value, lambda copied: copied)
+        if isinstance(value, QuantizedArray) and (op.name, name) not in COPIED:
+            parts = {part: getattr(value, part) for part in PARTS}
+            rest = {k: getattr(value, k) for k in ("dtype", "shape", "axis", "group_size")}
+            for part, array in parts.items():
+                is_rejected(
+                    name,
+                    value,
+                    array,
+                    lambda copied, part=part, all_=parts | rest: QuantizedArray(
+                        **{**all_, part: copied}
+                    ),
+                )
 
 
 COMPARED_ELSEWHERE = {

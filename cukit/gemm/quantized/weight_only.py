@@ -122,7 +122,8 @@ def quantized_linear(
     else:
         dtype = x.dtype if x_dtype is None else bfloat16
     blocks, row_scales = packed.arrays
-    check_overlap(_OP, out, x=x, token_scales=token_scales, weight=blocks, bias=bias)
+    parts = {"x.scales": token_scales, "weight": blocks, "weight.scales": row_scales}
+    check_overlap(_OP, out, x=x, bias=bias, **parts)
     if not runs_kernel(_OP, x, blocks, bias, out) or not _has_kernel(packed.description):
         _check(x, bias, out, dtype, packed.description)
         result = reference.quantized_linear(
