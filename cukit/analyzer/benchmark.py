@@ -145,31 +145,29 @@ class KernelBenchmark:
         flops, bytes: work of one call, from which rates and the floor are computed.
         tolerance: largest ||out - expected|| / ||expected|| that counts as correct.
         clock: "device" times the work, "host" the cost of the call to the calling thread.
-        on_failure: called for implementations that raise, which then get no record. Without it the
-            first exception propagates.
+        on_failure: called for implementations that raise when they are checked, before or after
+            the timing, or in the warm-up; they get no record. Without it the first exception
+            propagates.
         views: name -> function that selects the outputs to compare; default: all.
         """
         wanted = expected()
         viewed = {name: _viewed(call, (views or {}).get(name)) for name, call in impls.items()}
         errors = _errors(viewed, wanted, on_failure)
-        impls = {name: call for name, call in impls.items() if name in errors}
-        for call in impls.values():
-            for _ in range(self._warmup_iters):
-                call()
+        impls = {n: impls[n] for n in errors if self._warms_up(n, impls[n], on_failure)}
         peaks = {n: self._peak(c) for n, c in impls.items() if measure_memory and self.on_gpu}
         options = asdict(self._sampling)
         if pause_s is not None:
             options["pause_s"] = min(pause_s, options["pause_s"])
         timer = self.timers[clock]
         timings = measure(impls, timer, **options)
-        viewed = {name: viewed[name] for name in impls}
-        for name, error in _errors(viewed, wanted, on_failure).items():
-            errors[name] = max(errors[name], error)
+        again = _errors({name: viewed[name] for name in impls}, wanted, on_failure)
+        errors = {name: max(errors[name], error) for name, error in again.items()}
         records = []
         floor = floor_us(
             self.environment, precision_of(key[3], key[2]), flops=flops, bytes_moved=bytes
         )
-        for name, timing in timings.items():
+        for name in errors:
+            timing = timings[name]
             record = _record(key, name, timing, flops=flops, bytes_moved=bytes)
             record["floor_us"] = None if floor is None else round(floor, 2)
             record["error"] = float(f"{errors[name]:.3g}") if math.isfinite(errors[name]) else None
@@ -221,6 +219,17 @@ class KernelBenchmark:
             bytes=case.bytes,
             measure_memory=True,
         )
+
+    def _warms_up(self, name: str, call: Call, failure: Failure | None) -> bool:
+        try:
+            for _ in range(self._warmup_iters):
+                call()
+        except Exception as error:
+            if failure is None:
+                raise
+            failure(name, error)
+            return False
+        return True
 
     def _peak(self, call: Call) -> int:
         with PeakMemory() as memory:

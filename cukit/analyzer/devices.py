@@ -50,8 +50,11 @@ def analysis_device(arch: str) -> Device:
 
 @dataclass(frozen=True)
 class Datasheet:
-    """One GPU's memory bandwidth, and the boost clocks that its datasheet's peak rates assume."""
+    """One GPU's SMs, its memory bandwidth, and the boost clocks that its datasheet's peak rates
+    assume."""
 
+    compute_capability: tuple[int, int]
+    num_sms: int
     gbps: float
     tensor_clock_mhz: float
     vector_clock_mhz: float
@@ -61,17 +64,17 @@ class Datasheet:
 # The keys are substrings of GPU names; of several matches, the longest is used.
 _DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {
-        "V100-SXM2": Datasheet(900, 1530, 1530),
-        "T4": Datasheet(320, 1590, 1590),
-        "A100": Datasheet(1555, 1410, 1410),
-        "A100-SXM4-80GB": Datasheet(2039, 1410, 1410),
-        "A100 80GB PCIe": Datasheet(1935, 1410, 1410),
-        "H100 80GB HBM3": Datasheet(3350, 1830, 1980),
-        "H200": Datasheet(4800, 1830, 1980),
-        "B200": Datasheet(8000, 1850, 1965),
-        "RTX 3090": Datasheet(936, 1695, 1695),
-        "RTX 4090": Datasheet(1008, 2520, 2520),
-        "RTX 5090": Datasheet(1792, 2407, 2407),
+        "V100-SXM2": Datasheet((7, 0), 80, 900, 1530, 1530),
+        "T4": Datasheet((7, 5), 40, 320, 1590, 1590),
+        "A100": Datasheet((8, 0), 108, 1555, 1410, 1410),
+        "A100-SXM4-80GB": Datasheet((8, 0), 108, 2039, 1410, 1410),
+        "A100 80GB PCIe": Datasheet((8, 0), 108, 1935, 1410, 1410),
+        "H100 80GB HBM3": Datasheet((9, 0), 132, 3350, 1830, 1980),
+        "H200": Datasheet((9, 0), 132, 4800, 1830, 1980),
+        "B200": Datasheet((10, 0), 148, 8000, 1850, 1965),
+        "RTX 3090": Datasheet((8, 6), 82, 936, 1695, 1695),
+        "RTX 4090": Datasheet((8, 9), 128, 1008, 2520, 2520),
+        "RTX 5090": Datasheet((12, 0), 170, 1792, 2407, 2407),
     }
 )
 
@@ -115,12 +118,27 @@ def ceilings(device: Device, memory_gbps: float | None = None) -> Ceilings:
         :class:`Datasheet`.
     """
     sheet = datasheet(device.name)
-    per_mhz = {
-        pipe: rate * device.num_sms / 1e6
-        for pipe, rate in operations_per_clock(device.compute_capability).items()
-    }
+    if sheet is not None:
+        return _ceilings(sheet, device.compute_capability, device.num_sms)
+    per_mhz = _tflops_per_mhz(device.compute_capability, device.num_sms)
+    return Ceilings(datasheet_gbps=memory_gbps, tflops_per_mhz=per_mhz)
+
+
+def datasheet_ceilings(gpu: str) -> Ceilings:
+    """The datasheet's ceilings of a GPU with this name; empty for an unknown GPU."""
+    sheet = datasheet(gpu)
     if sheet is None:
-        return Ceilings(datasheet_gbps=memory_gbps, tflops_per_mhz=per_mhz)
+        return Ceilings()
+    return _ceilings(sheet, sheet.compute_capability, sheet.num_sms)
+
+
+def _tflops_per_mhz(compute_capability: tuple[int, int], num_sms: int) -> dict[str, float]:
+    rates = operations_per_clock(compute_capability)
+    return {pipe: rate * num_sms / 1e6 for pipe, rate in rates.items()}
+
+
+def _ceilings(sheet: Datasheet, compute_capability: tuple[int, int], num_sms: int) -> Ceilings:
+    per_mhz = _tflops_per_mhz(compute_capability, num_sms)
     peaks = {
         pipe: rate * (sheet.vector_clock_mhz if pipe == "fp32" else sheet.tensor_clock_mhz)
         for pipe, rate in per_mhz.items()

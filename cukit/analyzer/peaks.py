@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cukit.analyzer import devices
-from cukit.analyzer.schema import Ceilings
+from cukit.analyzer.devices import datasheet_ceilings
 
 PIPES: Mapping[str, tuple[str, ...]] = {
     "fp8": ("tensor_fp8",),
@@ -62,28 +61,18 @@ def peaks(environment: Mapping[str, Any]) -> dict[str, tuple[Peak, ...]]:
     measured: dict[str, float] = dict(found.get("measured_tflops") or {})
     if found.get("bf16_gemm_tflops"):
         measured.setdefault("tensor_bf16", float(found["bf16_gemm_tflops"]))
-    on_paper = on_paper_of(str(environment.get("gpu")))
+    sheet = datasheet_ceilings(str(environment.get("gpu")))
     result: dict[str, tuple[Peak, ...]] = {}
     for precision, pipes in PIPES.items():
         rates = [
             Peak(float(table[pipe]), table is measured)
-            for table in (measured, on_paper.datasheet_tflops)
+            for table in (measured, sheet.datasheet_tflops)
             for pipe in [next((pipe for pipe in pipes if pipe in table), None)]
             if pipe is not None
         ]
         if rates:
             result[precision] = tuple(rates)
     return result
-
-
-def on_paper_of(gpu: str) -> Ceilings:
-    """The datasheet's ceilings of a GPU with this name; empty for an unknown GPU."""
-    if devices.datasheet(gpu) is None:
-        return Ceilings()
-    known = [device for device in devices.ANALYSIS_DEVICES.values() if device.name in gpu]
-    if not known:
-        return Ceilings()
-    return devices.ceilings(max(known, key=lambda device: len(device.name)))
 
 
 def floor_us(

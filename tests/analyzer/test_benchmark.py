@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,37 @@ def test_exceptions_are_reported_or_propagate(benchmark: KernelBenchmark) -> Non
     assert seen == [("broken", "out of luck")]
     with pytest.raises(RuntimeError, match="out of luck"):
         benchmark.compare(KEY, {"broken": fail}, lambda: xp.ones(3))
+
+
+@pytest.mark.parametrize("check_fails", [False, True])
+def test_an_implementation_that_fails_later_gets_no_record(check_fails: bool) -> None:
+    """In the warm-up, or in the check after the timing."""
+    xp = array_module()
+    timed = []
+
+    def call() -> Any:
+        timed.append(0)
+        if len(timed) == 2 and not check_fails:
+            raise RuntimeError("second call")
+        return xp.ones(3)
+
+    def view(out: Any) -> Any:
+        if len(timed) > 1:
+            raise RuntimeError("second check")
+        return out
+
+    once = Sampling(rounds=1, min_samples=3, max_samples=3, pause_s=0.0)
+    benchmark = KernelBenchmark(1, sampling=once, environment=CPU)
+    seen = []
+    records = benchmark.compare(
+        KEY,
+        {"broken": call},
+        lambda: xp.ones(3),
+        on_failure=lambda name, error: seen.append(str(error)),
+        views={"broken": view} if check_fails else None,
+    )
+    assert not records
+    assert seen == ["second check" if check_fails else "second call"]
 
 
 def test_warm_up_and_sample_counts_are_respected() -> None:

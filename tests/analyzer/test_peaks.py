@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cukit.analyzer.devices import datasheet
-from cukit.analyzer.peaks import Peak, floor_us, on_paper_of, peaks, precision_of
+from cukit.analyzer.devices import datasheet, datasheet_ceilings
+from cukit.analyzer.peaks import Peak, floor_us, peaks, precision_of
 
 H200: dict[str, Any] = {
     "gpu": "NVIDIA H200",
@@ -67,8 +67,24 @@ def test_datasheets_of_gpus_with_similar_names(gpu: str, gbps: float | None) -> 
     assert (found and found.gbps) == gbps
 
 
+@pytest.mark.parametrize(
+    ("gpu", "gbps", "bf16"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 2039, 312),
+        ("NVIDIA H100 80GB HBM3", 3350, 989),
+        ("NVIDIA H200", 4800, 989),
+        ("Tesla V100-SXM2-32GB", 900, None),
+        ("NVIDIA GeForce RTX 4090", 1008, 165),
+    ],
+)
+def test_ceilings_by_the_name_of_a_gpu(gpu: str, gbps: float, bf16: float | None) -> None:
+    found = datasheet_ceilings(gpu)
+    assert found.datasheet_gbps == gbps
+    assert found.datasheet_tflops.get("tensor_bf16") == (bf16 and pytest.approx(bf16, rel=2e-3))
+
+
 def test_an_unknown_gpu_has_only_measured_peaks() -> None:
-    assert on_paper_of("NVIDIA Something").datasheet_gbps is None
+    assert datasheet_ceilings("NVIDIA Something").datasheet_gbps is None
     assert set(peaks({**H200, "gpu": "NVIDIA Something"})) == {"fp16/bf16"}
     assert peaks({}) == {}
 

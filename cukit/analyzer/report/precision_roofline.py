@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cukit.analyzer import peaks
+from cukit.analyzer.devices import datasheet_ceilings
 from cukit.analyzer.peaks import Peak
 from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.benchmarks import BenchmarkResults, impl_title, is_ours
@@ -83,9 +84,9 @@ def _roofs(
     copy: float, results: BenchmarkResults, known: Mapping[str, tuple[Peak, ...]]
 ) -> list[Roof]:
     roofs = [Roof("bandwidth", copy, f"copy {numbers.gbps(copy)}", measured=True)]
-    if on_paper := peaks.on_paper_of(str(results.environment.get("gpu"))).datasheet_gbps:
-        label = f"datasheet {numbers.gbps(on_paper)}"
-        roofs.append(Roof("bandwidth", on_paper, label, measured=False))
+    if gbps := datasheet_ceilings(str(results.environment.get("gpu"))).datasheet_gbps:
+        label = f"datasheet {numbers.gbps(gbps)}"
+        roofs.append(Roof("bandwidth", gbps, label, measured=False))
     # Precisions with the same rate share a line in the colour of the first.
     lines: dict[tuple[float, bool], list[str]] = {}
     for name, found in known.items():
@@ -109,7 +110,7 @@ def _above(
     results: BenchmarkResults,
 ) -> list[Block]:
     """Explains points above a measured ceiling."""
-    on_paper = peaks.on_paper_of(str(results.environment.get("gpu"))).datasheet_gbps
+    on_paper = datasheet_ceilings(str(results.environment.get("gpu"))).datasheet_gbps
     rows = []
     for p in placed:
         rate, memory = p.record["tflops"], copy * p.intensity / 1e3
