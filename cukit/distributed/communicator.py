@@ -77,6 +77,7 @@ class Alone:
 
     def broadcast(self, array: Array, root: int = 0) -> None:
         """Leaves `array` unchanged."""
+        check_operation("broadcast", array)
         check_root(self, root)
 
     def exchange(self, message: bytes) -> list[bytes]:

@@ -70,7 +70,8 @@ class HostCommunicator:
             self._send(self._peers[0], tag, _bytes_of(array))
             self._receive_into(0, tag, array)
             return
-        wide = np.promote_types(array.dtype, np.float32) if array.dtype.itemsize < 4 else None
+        narrow = array.dtype.kind not in "biu" and array.dtype.itemsize < 4
+        wide = np.promote_types(array.dtype, np.float32) if narrow else None
         total = array if wide is None else array.astype(wide)
         buffer = np.empty_like(array)
         for index in range(len(self._peers)):

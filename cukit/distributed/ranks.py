@@ -16,6 +16,8 @@ _LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # Open MPI; MPICH, Intel MPI
+_HOSTS = "SLURM_STEP_NUM_NODES"  # srun
 _DEFAULT_PORT = 29500
 
 
@@ -54,8 +56,8 @@ def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Rank
     Under torchrun the launcher itself listens on MASTER_PORT, so rank 0 uses the next port.
 
     Raises:
-        ConfigError: a variable is not a number, or Open MPI reports processes on several hosts and
-            MASTER_ADDR is not set.
+        ConfigError: a variable is not a number, or the launcher reports processes on several hosts
+            and MASTER_ADDR is not set.
     """
     env = os.environ if environment is None else environment
     for launcher in _LAUNCHERS:
@@ -69,11 +71,10 @@ def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Rank
     port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else _DEFAULT_PORT
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1
-    local_size = env.get("OMPI_COMM_WORLD_LOCAL_SIZE", str(size))
-    if size > 1 and "MASTER_ADDR" not in env and local_size != str(size):
+    if size > 1 and "MASTER_ADDR" not in env and _several_hosts(env, size):
         raise ConfigError(
-            f"MASTER_ADDR: {size} processes of which {local_size} run on this host need the name "
-            "of rank 0's host (mpirun -x MASTER_ADDR=...)"
+            f"MASTER_ADDR: {size} processes on several hosts need the name of rank 0's host "
+            "(mpirun -x MASTER_ADDR=..., or export it before srun)"
         )
     job = "/".join(
         env[name]
@@ -82,6 +83,12 @@ def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Rank
         if name in env
     )  # fmt: skip
     return Ranks(rank, size, local_rank, env.get("MASTER_ADDR", "127.0.0.1"), port, job)
+
+
+def _several_hosts(env: Mapping[str, str], size: int) -> bool:
+    """Whether the launcher reports fewer processes on this host than in all, or several hosts."""
+    on_this_host = [env[name] for name in _LOCAL_SIZES if name in env]
+    return any(each != str(size) for each in on_this_host) or env.get(_HOSTS, "1") != "1"
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

@@ -284,12 +284,16 @@ def _setp(statement: Statement, parts: list[str], operands: list[str]) -> str | 
     return f"{{ const bool found = {found}; {' '.join(puts)} }}"
 
 
+_STRONG = ("relaxed", "volatile", "mmio")
+"""Qualifiers of accesses that the memory model orders (PTX ISA, memory consistency model)."""
+
+
 def _load(statement: Statement, parts: list[str], operands: list[str]) -> str | None:
     kind = TYPES.get(parts[-1])
     if kind is None:
         return None
     to = elements_of(statement, operands[0])
-    ordered = str(bool({"acquire", "relaxed", "volatile"} & set(parts))).lower()
+    ordered = str(bool({*_STRONG, "acquire"} & set(parts))).lower()
     pointer = pointer_to(statement, operands[1], kind, parts, len(to))
     return f"{P}load<{ordered}>({pointer}, {', '.join(to)});"
 
@@ -299,7 +303,7 @@ def _store(statement: Statement, parts: list[str], operands: list[str]) -> str |
     if kind is None:
         return None
     values = elements_of(statement, operands[1])
-    ordered = str(bool({"release", "relaxed"} & set(parts))).lower()
+    ordered = str(bool({*_STRONG, "release"} & set(parts))).lower()
     pointer = pointer_to(statement, operands[0], kind, parts, len(values))
     fence = "__threadfence(); " if "release" in parts else ""
     return f"{fence}{P}store<{ordered}>({pointer}, {', '.join(values)});"

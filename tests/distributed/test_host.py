@@ -17,14 +17,16 @@ from tests.distributed.ranks import free_port, run_ranks
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int32"])
+@pytest.mark.parametrize("dtype", [*DTYPES, "float64", "int32", "int8", "bool"])
 @pytest.mark.parametrize("op", ["sum", "max", "min"])
 def test_all_reduce(size: int, dtype: str, op: str) -> None:
-    inputs = [(np.random.default_rng(r).standard_normal((5, 3)) * 9) for r in range(size)]
+    inputs = [(np.random.default_rng(r).standard_normal((5, 3)) * 60) for r in range(size)]
     arrays = [each.astype(dtype_of(dtype)) for each in inputs]
-    fold: Any = {"sum": np.sum, "max": np.max, "min": np.min}[op]
-    wide = np.float32 if arrays[0].dtype.itemsize < 4 else arrays[0].dtype
-    expected = fold(np.stack(arrays).astype(wide), axis=0).astype(arrays[0].dtype)
+    fold: Any = {"sum": np.add, "max": np.maximum, "min": np.minimum}[op]
+    whole = dtype in ("int32", "int8", "bool")
+    wide = np.float32 if arrays[0].dtype.itemsize < 4 and not whole else arrays[0].dtype
+    expected = fold.reduce(np.stack(arrays).astype(wide), axis=0, dtype=wide)
+    expected = expected.astype(arrays[0].dtype)
 
     def work(comm: HostCommunicator) -> Any:
         array = arrays[comm.rank].copy()
@@ -36,7 +38,7 @@ def test_all_reduce(size: int, dtype: str, op: str) -> None:
     np.testing.assert_allclose(
         results[0].astype(np.float64), expected.astype(np.float64), rtol=1e-2
     )
-    if op != "sum" or dtype == "int32":
+    if op != "sum" or whole:  # sums of int8 wrap
         assert results[0].tobytes() == expected.tobytes()
 
 
@@ -160,9 +162,14 @@ def test_errors_name_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -
         ranks_from_environment({"RANK": "0", "WORLD_SIZE": "two"})
     with pytest.raises(ConfigError, match="rank must be in"):
         ranks_from_environment({"RANK": "2", "WORLD_SIZE": "2"})
-    spread = {"RANK": "0", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        ranks_from_environment(spread)
+    two = {"RANK": "0", "WORLD_SIZE": "2"}
+    for name, several in (
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"), ("MPI_LOCALNRANKS", "1"), ("SLURM_STEP_NUM_NODES", "2")
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match="MASTER_ADDR"):
+            ranks_from_environment({**two, name: several})
+        assert ranks_from_environment({**two, name: several, "MASTER_ADDR": "a"}).address == "a"
+        assert ranks_from_environment({**two, name: str(3 - int(several))}).size == 2
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     assert isinstance(communicator(), Alone)

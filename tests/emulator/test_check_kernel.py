@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,35 @@ def test_directed_rounding_of_infinities_and_overflow() -> None:
     cukit.check_kernel(INFINITE, "sums", grid=1, block=1, args=(x, y))
     largest = np.finfo(np.float32).max
     np.testing.assert_array_equal(y, [np.inf, -np.inf, -np.inf, largest, np.nan])
+
+
+PUBLISH = """
+__global__ void publish(int* data, unsigned* flag, int* y) {
+  if (threadIdx.x > 0) return;
+  if (blockIdx.x == 0) {
+    data[0] = 7;
+    __threadfence();
+    asm volatile("st.STORE.global.u32 [%0], 1;" :: "l"(flag) : "memory");
+  } else {
+    unsigned seen = 0;
+    while (seen == 0) asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag));
+    __threadfence();
+    y[0] = data[0];
+  }
+}
+"""
+
+
+@emulator
+@pytest.mark.parametrize("store", ["volatile", "relaxed.gpu", "mmio.relaxed.sys", "weak"])
+def test_strong_stores_publish_earlier_writes(store: str) -> None:
+    y = np.zeros(1, np.int32)
+    args = (np.zeros(1, np.int32), np.zeros(1, np.uint32), y)
+    expected = pytest.raises(EmulatorError, match="race") if store == "weak" else nullcontext()
+    with expected:
+        source = PUBLISH.replace("STORE", store)
+        cukit.check_kernel(source, "publish", grid=2, block=32, args=args, global_races=True)
+        assert y[0] == 7
 
 
 EDGES = """

@@ -80,6 +80,8 @@ def test_elementwise_kernels_equal_numpy(cp: Any) -> None:
     expected = 0.5 * x + 2 * y[::-1].reshape(2, 3)
     np.testing.assert_allclose(blend(x, y, 0.5), expected)
     np.testing.assert_allclose(blend(x[:, :1], y, 0.5).shape, (2, 1))
+    threads = cp.ElementwiseKernel("T x", "int32 y", "y = blockDim.x", "threads")
+    assert set(threads(x, block_size=96).ravel().tolist()) == {96}
     with pytest.raises(TypeError, match="type is mismatched"):
         blend(x, y.astype(cp.float32), 0.5)
     overrun = cp.ElementwiseKernel("T x", "raw T y", "y[i + 9] = x", "overrun")

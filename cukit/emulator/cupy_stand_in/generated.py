@@ -156,11 +156,16 @@ class _Generated:
         return ins + outs
 
     def _launch(
-        self, code: str, arrays: Sequence[np.ndarray[Any, Any]], grid: int, numbers: Sequence[int]
+        self,
+        code: str,
+        arrays: Sequence[np.ndarray[Any, Any]],
+        grid: int,
+        numbers: Sequence[int],
+        threads: int = _THREADS,
     ) -> None:
         settings = current_settings()
         program = _program(code, self.name, self.options, compiled_by(settings))
-        kernel = program.kernel(self.entry, (_THREADS,))
+        kernel = program.kernel(self.entry, (threads,))
         arguments = [*map(_array_argument, arrays), *map(np.int64, numbers)]
         reachable = [*(owner_of(array) for array in arrays), *program.variables()]
         kernel.launch((grid, 1, 1), tuple(arguments), settings, reachable)
@@ -232,8 +237,8 @@ class ElementwiseKernel(_Generated):
         ]
         count = math.prod(shape)
         if count:
-            blocks = min(-(-count // _THREADS), _MAX_BLOCKS)
-            self._launch(self._code(types), [*spread, *outs], blocks, [count])
+            blocks = min(-(-count // block_size), _MAX_BLOCKS)
+            self._launch(self._code(types), [*spread, *outs], blocks, [count], block_size)
         if self.no_return:
             return None
         results = [wrapped(out) for out in outs]
