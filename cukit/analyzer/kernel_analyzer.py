@@ -135,7 +135,7 @@ class KernelAnalyzer:
             name=name,
             runnable=not self.static,
         )
-        declared = throughput(bytes_moved=bytes, flops=flops, median_us=None)
+        declared = throughput(bytes_moved=bytes, flops=flops, time_us=None)
         analysis = KernelAnalysis(
             name=work.name,
             kind=work.kind,
@@ -285,7 +285,7 @@ class KernelAnalyzer:
         rates = throughput(
             bytes_moved=work.bytes if work else None,
             flops=work.flops if work else None,
-            median_us=median_us,
+            time_us=median_us,
         )
         held = analysis.conditions.sm_clock_mhz if analysis.conditions else None
         points = roofline(

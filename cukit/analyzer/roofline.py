@@ -14,12 +14,11 @@ DEFAULT_PIPE = "fp32"
 
 
 def throughput(
-    *, bytes_moved: float | None, flops: float | None, median_us: float | None
+    *, bytes_moved: float | None, flops: float | None, time_us: float | None
 ) -> Throughput:
     """Rates of the declared work; None if the work or the time is unknown."""
-    timed = median_us is not None and median_us > 0
-    gbps = bytes_moved / median_us / 1e3 if timed and bytes_moved and median_us else None
-    tflops = flops / median_us / 1e6 if timed and flops and median_us else None
+    gbps = bytes_moved / time_us / 1e3 if bytes_moved and time_us else None
+    tflops = flops / time_us / 1e6 if flops and time_us else None
     return Throughput(bytes_moved, flops, gbps, tflops)
 
 

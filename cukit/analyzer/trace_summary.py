@@ -78,6 +78,8 @@ def _analysis(
     else:
         sides = (counters.dram_read_bytes, counters.dram_write_bytes)
         moved = sum(side for side in sides if side is not None) or None
+        if moved is None:
+            missing["throughput"] = "ncu reported no traffic to device memory"
     analysis = KernelAnalysis(
         name=name,
         kind=KIND,
@@ -85,7 +87,8 @@ def _analysis(
         launches=(launch_of(_main_record(records), device),),
         cold=None,
         warm=times,
-        throughput=throughput(bytes_moved=moved, flops=None, median_us=times.median_us)
+        # The counters are means over all launches too.
+        throughput=throughput(bytes_moved=moved, flops=None, time_us=times.mean_us)
         if moved
         else None,
         roofline=(),

@@ -198,6 +198,8 @@ def _run(function: Callable[[], Any]) -> Any:
             return function()
     except SystemExit as end:
         if end.code:
+            if not isinstance(end.code, int):  # sys.exit("message") prints the message
+                print(end.code, file=sys.stderr)
             raise ScriptFailed from None
         return None
     except CukitError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,7 +84,11 @@ def _serve(function: Callable[[Any], Any], connection: Any, parent: int) -> None
             answer: tuple[Any, Exception | None] = function(task), None
         except Exception as error:
             answer = None, error
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            what = "result" if answer[1] is None else f"{type(answer[1]).__name__}"
+            connection.send((None, CukitError(f"a worker's {what} cannot be sent: {error}")))
 
 
 def end_with_parent(parent: int) -> None:

@@ -20,7 +20,7 @@ MACHINE = Ceilings(
 
 
 def test_a_memory_bound_kernel_equals_hand_computed_values() -> None:
-    work = throughput(bytes_moved=1e6, flops=1e6, median_us=2.0)
+    work = throughput(bytes_moved=1e6, flops=1e6, time_us=2.0)
     assert (work.gbps, work.tflops) == (500.0, 0.5)
     datasheet_point, held = roofline(work, MACHINE, median_us=2.0, held_clock_mhz=500.0)
     assert datasheet_point.intensity == 1.0
@@ -31,21 +31,21 @@ def test_a_memory_bound_kernel_equals_hand_computed_values() -> None:
 
 
 def test_a_compute_bound_kernel_equals_hand_computed_values() -> None:
-    work = throughput(bytes_moved=1e3, flops=1e8, median_us=20.0)
+    work = throughput(bytes_moved=1e3, flops=1e8, time_us=20.0)
     (point,) = roofline(work, MACHINE, median_us=20.0)
     assert point.bound == "compute"
     assert point.attainable_us == pytest.approx(10.0)
 
 
 def test_bytes_without_flops_need_no_compute_roof() -> None:
-    work = throughput(bytes_moved=9e5, flops=None, median_us=2.0)
+    work = throughput(bytes_moved=9e5, flops=None, time_us=2.0)
     by_roof = {point.roof: point for point in roofline(work, MACHINE, median_us=2.0)}
     assert by_roof["measured"].fraction == pytest.approx(0.5)
     assert by_roof["measured"].compute_tflops is None
 
 
 def test_without_declared_work_there_is_no_point() -> None:
-    nothing = throughput(bytes_moved=None, flops=None, median_us=2.0)
+    nothing = throughput(bytes_moved=None, flops=None, time_us=2.0)
     assert (nothing.gbps, nothing.tflops) == (None, None)
     assert roofline(nothing, MACHINE, median_us=2.0) == ()
 

@@ -49,6 +49,10 @@ def fail():
     raise ValueError("out of luck")
 
 
+def give_up():
+    sys.exit("no data to train on")
+
+
 number = 3
 '''
 
@@ -89,6 +93,13 @@ def test_counters_give_a_trace_its_bandwidth() -> None:
     assert large.throughput is not None
     assert large.throughput.gbps == pytest.approx(1000.0)
     assert small.missing["counters"] == "ncu measured no kernel small"
+    uneven = [record("copy", 0, 1.0), record("copy", 10, 1.0), record("copy", 20, 7.0)]
+    counters = {"copy": Counters("ncu", dram_read_bytes=3e6), "large": Counters("ncu")}
+    large, copy = analyses_of([*RECORDS[1:2], *uneven], typical_device("sm_90"), counters)
+    assert copy.throughput is not None
+    assert copy.throughput.gbps == pytest.approx(1000.0), "mean bytes over the mean time"
+    assert large.throughput is None
+    assert large.missing["throughput"] == "ncu reported no traffic to device memory"
 
 
 @pytest.fixture
@@ -142,6 +153,8 @@ def test_a_script_that_raises_shows_its_own_traceback(script: Path, capsys: Capt
     error = capsys.readouterr().err
     assert "ValueError: out of luck" in error
     assert "in fail" in error
+    assert run(["analyze", f"{script}:give_up"]) == 1
+    assert "no data to train on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -24,6 +25,10 @@ def square(number: int) -> int:
 def kill_worker(number: int) -> int:
     os.kill(os.getpid(), signal.SIGKILL)
     return number
+
+
+def make_function(_: int) -> Callable[[], int]:
+    return lambda: 0
 
 
 def blocks_interrupts(_: int) -> bool:
@@ -53,6 +58,12 @@ def test_an_error_propagates_and_stops_the_others() -> None:
 def test_a_killed_worker_is_reported() -> None:
     with pytest.raises(CukitError, match="was killed"):
         list(run_in_workers(kill_worker, range(4), 2))
+    wait_for_workers_to_end()
+
+
+def test_a_result_that_cannot_be_sent_is_reported() -> None:
+    with pytest.raises(CukitError, match="a worker's result cannot be sent"):
+        list(run_in_workers(make_function, range(3), 2))
     wait_for_workers_to_end()
 
 

@@ -16,9 +16,10 @@ from cukit.distill import (
     Progress,
     Trainer,
     Windows,
+    save_checkpoint,
     stop_on_request,
 )
-from cukit.errors import ConfigError
+from cukit.errors import ConfigError, CukitError
 from tests.distributed.ranks import run_ranks
 from tests.models.small import small_model
 
@@ -62,6 +63,19 @@ def test_a_run_killed_at_any_step_ends_in_the_same_bits(tmp_path: Path, killed_a
     second.fit(6, [checkpoints])
     for name, array in unbroken.state().items():
         assert array.tobytes() == second.state()[name].tobytes(), name
+
+
+def test_a_checkpoint_that_cannot_be_written_fails_on_all_processes(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "checkpoint.safetensors"
+
+    def work(comm: Any) -> str:
+        with pytest.raises((OSError, CukitError)) as caught:
+            save_checkpoint(path, trainer(comm=comm))
+        return str(caught.value)
+
+    first, second = run_ranks(2, work)
+    assert first in second
+    assert "rank 0 wrote no checkpoint" in second
 
 
 def test_all_processes_stop_at_the_same_step() -> None:

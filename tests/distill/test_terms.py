@@ -95,6 +95,7 @@ def test_cosine_ignores_lengths(rng: np.random.Generator) -> None:
 def test_layer_map_is_spread_over_the_depth() -> None:
     assert evenly_spaced_map(2, 4) == {1: 2, 2: 4}
     assert evenly_spaced_map(3, 3) == {1: 1, 2: 2, 3: 3}
+    assert evenly_spaced_map(4, 1) == {1: 1, 2: 1, 3: 1, 4: 1}
 
 
 @pytest.mark.parametrize("layers", [{}, {5: 1}, {1: 9}, {-1: 0}])

@@ -5,6 +5,7 @@ checkpoint.safetensors     the model in training, replaced at intervals
 teacher.safetensors        finished models
 student.safetensors
 student-alone.safetensors
+student-attention.safetensors, student-hidden.safetensors   with an ablation
 report.json                written last; `cukit distill` also writes report.html
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cukit.core.files import write_json
-from cukit.distill.run.report import ABLATIONS, PHASES
+from cukit.distill.run.report import ABLATIONS, PHASES, phases_of
 from cukit.distill.run.settings import DistillSettings
 from cukit.distill.training.data import Corpus
 from cukit.errors import ConfigError, DataError
@@ -158,7 +159,8 @@ def _check_space(folder: Path, ground: Path, settings: DistillSettings) -> None:
     itemsize = teacher.array_dtype.itemsize
     largest = max(teacher.num_parameters, student.num_parameters)
     needed = 2 * largest * (itemsize + _MOMENT_BYTES)
-    needed += (teacher.num_parameters + 2 * student.num_parameters) * itemsize
+    students = len(phases_of(settings)) - 1
+    needed += (teacher.num_parameters + students * student.num_parameters) * itemsize
     free = shutil.disk_usage(ground).free
     if free < needed:
         raise DataError(

@@ -19,17 +19,22 @@ def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:
     With several processes, whose states are the same, rank 0 writes the file; the function returns
     on every process after the file is written.
     """
-    communicator = trainer.communicator
-    if communicator.rank:
-        communicator.barrier()
-        return
-    description = {
-        "config": trainer.objective.model.config.to_dict(),
-        "step": trainer.step,
-        **extra,
-    }
-    write_arrays(path, trainer.state(), description)
-    communicator.barrier()
+    failure: Exception | None = None
+    if trainer.communicator.rank == 0:
+        description = {
+            "config": trainer.objective.model.config.to_dict(),
+            "step": trainer.step,
+            **extra,
+        }
+        try:
+            write_arrays(path, trainer.state(), description)
+        except Exception as error:
+            failure = error
+    (message, *_) = trainer.communicator.exchange(str(failure or "").encode())
+    if failure is not None:
+        raise failure
+    if message:
+        raise DataError(f"rank 0 wrote no checkpoint: {message.decode()}")
 
 
 def restore_checkpoint(path: Path, trainer: Trainer) -> dict[str, Any]:

@@ -11,6 +11,7 @@ of step and part, like `Windows`: a resumed run needs only its step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import zlib
@@ -355,6 +356,13 @@ class _ToGpu:
         self._stream = xp.cuda.Stream(non_blocking=True)
         self._pinned: list[list[np.ndarray[Any, Any]]] = []
         self._copied: list[Any] = []
+        # The last arrays of each slot, so that the memory of a batch that is discarded is not
+        # reused before its copy is complete.
+        self._arrays: list[Sequence[Array]] = []
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self._stream.synchronize()
 
     def __call__(
         self, read: _Read, shapes: Any, reader: ThreadPoolExecutor | None
@@ -368,6 +376,7 @@ class _ToGpu:
         def copy() -> None:
             with self._device:
                 self._copied[slot].synchronize()  # the previous copy from this slot is complete
+                self._arrays[slot] = arrays
                 for pinned, host in zip(self._pinned[slot], read(), strict=True):
                     pinned[...] = host
                 self._stream.wait_event(before)
@@ -395,6 +404,7 @@ class _ToGpu:
         self._next += 1
         if len(self._pinned) <= slot:
             self._pinned.append([_pinned(self._xp, *each) for each in shapes])
+            self._arrays.append(())
             event = self._xp.cuda.Event(disable_timing=True)
             event.record(self._stream)
             self._copied.append(event)

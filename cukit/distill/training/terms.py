@@ -300,8 +300,9 @@ class AttentionTerm:
 
 
 def evenly_spaced_map(student_layers: int, teacher_layers: int) -> dict[int, int]:
-    """Maps student layer n = 1..student_layers to the teacher layer at the same relative depth."""
+    """Maps student layer n = 1..student_layers to the teacher layer at the same relative depth, at
+    least 1."""
     return {
-        layer: round(layer * teacher_layers / student_layers)
+        layer: max(1, round(layer * teacher_layers / student_layers))
         for layer in range(1, student_layers + 1)
     }
