@@ -52,12 +52,26 @@ def softmax(xp: Any, z: Array, scale: float = 1.0) -> tuple[Array, Array, Array]
     return exps, top, total
 
 
+_LIMITS: dict[str, dict[float, str]] = {
+    "jsd": {0: "forward_kl", 1: "reverse_kl"},
+    "skewed_forward_kl": {0: "forward_kl"},
+    "skewed_reverse_kl": {0: "reverse_kl"},
+}
+
+
+def divergence_at(divergence: str, beta: float) -> str:
+    """The KL divergence that a skewed divergence with `beta` 0 equals, or that is the limit of
+    jsd / beta or jsd / (1 - beta) for the JSD with `beta` 0 or 1, which would be 0; otherwise
+    `divergence`."""
+    return _LIMITS.get(divergence, {}).get(beta, divergence)
+
+
 def divergence_rows(
     student: Array, teacher: Array, kept: Array, temperature: float, divergence: str, beta: float
 ) -> tuple[Array, Array]:
     """The divergence of each row [rows] and its gradient with respect to the student's logits
     [rows, vocab]; 0 where `kept` is False or all logits of a model are below NO_MASS."""
-    xp = array_namespace(student)
+    xp, divergence = array_namespace(student), divergence_at(divergence, beta)
     inverse = student.dtype.type(1.0 / temperature)
     q, q_top, q_total = softmax(xp, student, inverse)
     p, p_top, p_total = softmax(xp, teacher, inverse)

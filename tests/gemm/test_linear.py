@@ -14,7 +14,7 @@ from cukit.gemm import (
     gated_linear,
     linear,
 )
-from cukit.gemm.dense._linear_launch import LinearSm80, LinearSm90
+from cukit.gemm.dense._linear_launch import LinearSm80, LinearSm90, linear_specs
 from cukit.gemm.dense._linear_plan import (
     ACTIVATIONS,
     CLUSTER_TILING,
@@ -365,6 +365,15 @@ def test_the_plan_is_the_cheapest_candidate(m, n, k):
     assert config.num_blocks % (tiling.splits * tiling.cluster) == 0
     assert config.num_blocks <= tiles_m * tiles_n * tiling.splits * tiling.cluster
     assert tiling.splits <= -(-k // 64)
+
+
+def test_every_plan_of_a_plain_product_is_compiled_in_advance():
+    compiled = set(linear_specs(HOPPER))
+    for m in (1, 7, 16, 17, 31, 33, 46, 65, 94, 100, 128, 129, 256, 384, 512, 1024, 8192):
+        for n in (512, 3072, 4096, 16384, 128256):
+            for k in (512, 2048, 4096, 14336):
+                config = plan_sm90(Product(m, n, k, "float16"), HOPPER.num_sms)
+                assert config.spec() in compiled, (m, n, k)
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (2048, 8192)])

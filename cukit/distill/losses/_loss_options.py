@@ -23,6 +23,7 @@ from cukit.core.scalars import (
     scalar_dtypes,
 )
 from cukit.errors import ArrayError, ArrayShapeError, ConfigError
+from cukit.reference.divergences import divergence_at
 
 DIVERGENCES = (
     "forward_kl", "reverse_kl", "jsd", "skewed_forward_kl", "skewed_reverse_kl", "total_variation",
@@ -32,12 +33,6 @@ DIVERGENCES = (
 REDUCTIONS = ("mean", "tokens", "sum", "none")
 
 _MEANS = ("mean", "tokens")
-
-_LIMITS: dict[str, dict[float, str]] = {
-    "jsd": {0: "forward_kl", 1: "reverse_kl"},
-    "skewed_forward_kl": {0: "forward_kl"},
-    "skewed_reverse_kl": {0: "reverse_kl"},
-}
 
 _STRUCTS = parameter_structs("distill/parameters.cuh")
 
@@ -72,9 +67,8 @@ class LossOptions(NamedTuple):
         return self[6:] != (1.0, None, 1.0, None)
 
     def check(self, op: str, targets: Array | None) -> LossOptions:
-        """Raises ConfigError for a value outside its range; returns the options, in which a
-        skewed divergence with `beta` 0 is replaced by the KL divergence that it equals, and the JSD
-        with `beta` 0 or 1, which would be 0, by the limit of jsd / beta or jsd / (1 - beta)."""
+        """Raises ConfigError for a value outside its range; returns the options with the divergence
+        that `divergence_at` gives for `beta`."""
         check_choice(op, "divergence", self.divergence, DIVERGENCES)
         check_flag(op, "scale_by_temperature_squared", self.scale_by_temperature_squared)
         check_number(op, "temperature", self.temperature, above=0)
@@ -88,10 +82,9 @@ class LossOptions(NamedTuple):
         if self.hard and targets is None:
             raise ConfigError(f"{op}: hard_weight={self.hard_weight} needs targets")
         check_number(op, "beta", self.beta, least=0, most=1)
-        limits = _LIMITS.get(self.divergence, {})
         if self.divergence.startswith("skewed") and self.beta == 1:
             raise ConfigError(f"{op}: beta must be below 1 for {self.divergence}, got {self.beta}")
-        return self._replace(divergence=limits.get(self.beta, self.divergence))
+        return self._replace(divergence=divergence_at(self.divergence, self.beta))
 
     def of_student(self) -> dict[str, Any]:
         """The options without those of a teacher's logits."""

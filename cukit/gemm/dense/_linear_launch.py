@@ -200,7 +200,7 @@ def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> An
 
 
 def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:
-    """Every tiling for more than 512 tokens, some for fewer, and each option with some tilings."""
+    """Every tiling of a product without options, and each option with some tilings."""
     activations = GATED_ACTIVATIONS if gated else tuple(ACTIVATIONS)
     products = [
         Product(4096, 4096, 4096, dtype, activation=activation, gated=gated, keeps=keeps)
@@ -210,8 +210,9 @@ def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:
     specs = [Sm80Config(product, 128, aligned=True).spec() for product in products]
     specs += [Sm80Config(products[0], tile, aligned=False).spec() for tile in (128, 64)]
     if device.arch == HOPPER:
-        first = products[0]
-        specs += [configure(first, each, device.num_sms).spec() for each in candidates(first)]
+        for tokens in (4096, 128, 96, 64, 48, 32, 16):
+            first = products[0].at_rows(tokens)
+            specs += [configure(first, each, device.num_sms).spec() for each in candidates(first)]
         specs += _representative(products, device)
     return list(dict.fromkeys(specs))
 

@@ -54,6 +54,7 @@ def matmul_tma(a: Array, b: Array, *, out: Array | None = None) -> Array:
 
 
 def _specs(device: Device) -> list[KernelSpec]:
+    """The tiling that no plan selects; the others are among the specs of `linear`."""
     if device.arch != HOPPER:
         return []
     return [
