@@ -6,10 +6,12 @@ from typing import Any
 
 from cukit.core.arrays import (
     FLOAT_DTYPES,
+    KERNEL_DTYPES,
     Array,
     adopt,
     check_array,
     float32,
+    float64,
     int32,
     namespace,
     runs_kernel,
@@ -53,13 +55,17 @@ def transition_from_adjacency(adjacency: Any, *, normalize: str = "row") -> Tran
         offsets, columns, values = Transition(*adopt(op, *adjacency))
         check_array(op, "adjacency.row_offsets", offsets, dtypes=(int32,), ndim=1)
         check_array(op, "adjacency.columns", columns, dtypes=(int32,), ndim=1)
-        check_array(op, "adjacency.values", values, dtypes=FLOAT_DTYPES, shape=columns.shape)
+        known = KERNEL_DTYPES if runs_kernel("graph_diffusion", values) else FLOAT_DTYPES
+        check_array(op, "adjacency.values", values, dtypes=known, shape=columns.shape)
         if len(offsets) == 0:
             raise ArrayShapeError(f"{op}: adjacency.row_offsets must have an element, got none")
         return _normalised(op, Transition(offsets, columns, values), normalize)
     matrix = adopt(op, adjacency)[0]
     assert matrix is not None
-    check_array(op, "adjacency", matrix, dtypes=(float32, FLOAT_DTYPES[-1]), ndim=2)
+    on_kernel = runs_kernel("graph_diffusion", matrix)
+    check_array(
+        op, "adjacency", matrix, dtypes=(float32,) if on_kernel else (float32, float64), ndim=2
+    )
     check_array(op, "adjacency", matrix, shape=(len(matrix), len(matrix)))
     xp = namespace(matrix)
     rows, columns = xp.nonzero(matrix)
@@ -108,7 +114,8 @@ def transition_from_similarity(
     num_nodes, dim = memory.shape
     wanted = int(k) + (not self_loops)
     if wanted > num_nodes:
-        raise ConfigError(f"{op}: k must be below the number of rows ({num_nodes}), got {k}")
+        limit = "at most" if self_loops else "below"
+        raise ConfigError(f"{op}: k must be {limit} the number of rows ({num_nodes}), got {k}")
     if scale is not None:
         check_number(op, "scale", scale, above=0)
     xp = namespace(memory)

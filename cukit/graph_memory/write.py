@@ -21,7 +21,7 @@ from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.overlap import check_overlap
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import MAX_INT32, check_flag
-from cukit.errors import ArrayLayoutError, ArrayShapeError
+from cukit.errors import ArrayShapeError
 from cukit.reference import graph_memory as reference
 from cukit.registry import register
 
@@ -80,7 +80,7 @@ def memory_write(
     on_kernel = runs_kernel(op, *arrays)
     _check(op, *arrays)
     if inplace:
-        check_overlap(op, memory, indices=indices, values=values, gates=gates)
+        check_overlap(op, memory, name="memory", indices=indices, values=values, gates=gates)
     if not on_kernel:
         return reference.memory_write(memory, indices, values, gates, keep=keep, inplace=inplace)
     link, write = _prepare(memory, indices, values, gates)
@@ -183,8 +183,6 @@ def _link_spec() -> KernelSpec:
 
 def _check(op: str, memory: Array, indices: Array, values: Array, gates: Array) -> None:
     check_array(op, "memory", memory, dtypes=FLOAT_DTYPES, ndim=2)
-    if type(memory).__module__ == "numpy" and not memory.flags.writeable and op == "memory_write":
-        raise ArrayLayoutError(f"{op}: memory is read-only")
     check_array(op, "indices", indices, dtypes=(int32,), ndim=1)
     shape = (len(indices), memory.shape[1])
     check_array(op, "values", values, dtypes=FLOAT_DTYPES, shape=shape)

@@ -296,6 +296,7 @@ class KVCacheManager:
         blocks: list[int] = []
         try:
             with Uninterrupted():
+                self._check_rings("swap_blocks_from_cpu", int(host.ring is not None))
                 blocks = self._take("swap_blocks_from_cpu", self._blocks_for(len(sequence.tokens)))
                 if host.ring is not None:
                     self._open_blocks("swap_blocks_from_cpu", blocks[-1:])
@@ -461,9 +462,11 @@ class KVCacheManager:
         node, blocks = self._tree.match(prefix, sequence.salt)
         sequence.blocks.extend(blocks)
         self._hold(sequence, node)
+        opened = int(self._packs and num_tokens % self.block_size > 0)
         try:
+            self._check_rings(op, opened)  # before cached blocks are evicted
             sequence.blocks.extend(self._take(op, self._blocks_for(num_tokens) - len(blocks)))
-            if self._packs and num_tokens % self.block_size:
+            if opened:
                 self._open_blocks(op, sequence.blocks[-1:])
         except BaseException:
             self._stop(sequence, keep=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cukit.errors import ArrayError, ArrayShapeError, ConfigError
+from cukit.errors import ArrayDtypeError, ArrayError, ArrayShapeError, ConfigError
 from cukit.graph_memory import (
     GraphDiffusionMemory,
     Transition,
@@ -127,6 +127,18 @@ def test_a_memory_on_given_edges(rng):
     np.testing.assert_allclose(bank.diffused, memory, rtol=1e-6)
 
 
+def test_kernels_reject_a_float64_adjacency(device):
+    if device == "cpu":
+        pytest.skip("a requirement of the kernels")
+    (matrix,) = to_device(device, np.eye(3))
+    with pytest.raises(ArrayDtypeError, match="adjacency must be float32, got float64"):
+        transition_from_adjacency(matrix)
+    ends = np.arange(4, dtype=np.int32)
+    edges = Transition(*to_device(device, ends, ends[:3], np.ones(3)))
+    with pytest.raises(ArrayDtypeError, match=r"adjacency\.values must be float32"):
+        transition_from_adjacency(edges)
+
+
 def test_errors_name_the_argument(rng):
     memory = random(rng, (9, 8), "float32")
     with pytest.raises(ConfigError, match="normalize"):
@@ -141,5 +153,7 @@ def test_errors_name_the_argument(rng):
         transition_from_adjacency(wrong)
     with pytest.raises(ConfigError, match=r"k must be below the number of rows \(9\), got 9"):
         transition_from_similarity(memory, 9)
+    with pytest.raises(ConfigError, match=r"k must be at most the number of rows \(9\), got 10"):
+        transition_from_similarity(memory, 10, self_loops=True)
     with pytest.raises(ArrayShapeError, match=r"must have num_nodes \+ 1 ="):
         GraphDiffusionMemory(memory, graph(rng, 8))

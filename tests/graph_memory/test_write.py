@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cukit.errors import ArrayDtypeError, ArrayShapeError
+from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError
 from cukit.graph_memory import memory_write, memory_write_backward
 from cukit.reference import graph_memory as reference
 from tests.contract import check_against_reference, check_gradient, random, to_device, to_host
@@ -87,6 +87,14 @@ def test_nonfinite_values_stay_in_their_row_and_column(device, rng):
     indices, gates = np.array([0, 0, 0, 1], np.int32), np.full(4, 0.25, np.float32)
     out = to_host(memory_write(*to_device(device, memory, indices, values, gates)))
     assert np.argwhere(~np.isfinite(out)).tolist() == [[0, 2], [0, 3]]
+
+
+def test_only_a_memory_that_is_written_has_to_be_writable(rng):
+    memory, indices, values, gates = writes(rng, SIZES[0], "float32")
+    memory.flags.writeable = False
+    memory_write(memory, indices, values, gates)
+    with pytest.raises(ArrayLayoutError, match="memory_write: memory is read-only"):
+        memory_write(memory, indices, values, gates, inplace=True)
 
 
 def test_nothing_to_write(device, rng):

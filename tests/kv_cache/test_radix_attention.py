@@ -169,6 +169,11 @@ def test_int4_needs_a_ring_for_each_block_that_is_not_full(device: str) -> None:
     with pytest.raises(OutOfMemoryError, match="allocate: ring buffers needed: 1, free: 0 of 1"):
         served.attention.add("b", [1, 2])
     served.cache.check_invariants()
+    served.add("cached", [*range(GROUP, 2 * GROUP)])
+    served.attention.free("cached")
+    with pytest.raises(OutOfMemoryError, match="ring buffers needed"):
+        served.attention.add("b", [*range(15 * GROUP - 1)])
+    assert served.cache.lookup([*range(GROUP, 2 * GROUP)]) == GROUP, "nothing was evicted"
     assert served.add("full", [*range(GROUP)]) == 0
     with pytest.raises(OutOfMemoryError, match="append_each: ring buffers needed: 1"):
         served.attention.append(["full"], [3])

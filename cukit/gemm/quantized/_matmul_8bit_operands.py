@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     zero_points: Array | None
     form: tuple[NarrowDtype, tuple[int, ...], Axis, GroupSize]
 
-    def arrays(self, name: str) -> dict[str, Array | None]:
+    def arrays(self, name: str) -> dict[str, Any]:
         """The arrays of the argument `name`, by name."""
         return {
             name: self.storage,
