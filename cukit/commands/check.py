@@ -67,10 +67,13 @@ def check(
     late: Annotated[
         bool, typer.Option("--late", help="Finish asynchronous copies as late as possible.")
     ] = False,
+    global_races: Annotated[
+        bool, typer.Option("--global-races", help="Detect races in global memory too; slower.")
+    ] = False,
 ) -> None:
     """Compile a CUDA kernel for the CPU, run it, and report its errors.
 
-    Checks bounds, alignment, initialisation, data races and barriers; needs no GPU. Host code in
+    Checks bounds, alignment, initialisation, barriers and races in shared memory; needs no GPU. Host code in
     the file is ignored. Random arguments are the same in every run. Exit code 1 if a check fails,
     2 if the kernel cannot be run.
     """
@@ -98,6 +101,7 @@ def check(
             arch=arch,
             seed=seed,
             late=late,
+            **({"global_races": True} if global_races else {}),
         )
     except EmulatorError as error:
         print(error)

@@ -18,7 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--cukit-emulate",
         action="store_true",
-        help="run CuPy's kernels in cukit's emulator, without a GPU, with race detection",
+        help="run CuPy's kernels in cukit's emulator, without a GPU, with every access checked",
     )
     group.addoption(
         "--cukit-seed",
@@ -27,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="0: run threads in order; any other number: another order",
     )
     group.addoption("--cukit-arch", default="sm_90", help="the GPU architecture to emulate")
+    group.addoption(
+        "--cukit-global-races",
+        action="store_true",
+        help="detect races in global memory too; slower",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
             "seed": config.getoption("--cukit-seed"),
             "arch": config.getoption("--cukit-arch"),
         }
+        if config.getoption("--cukit-global-races"):
+            options["global_races"] = True
         emulation = contextlib.ExitStack()
         emulation.enter_context(emulate_cupy(**options))
         config.add_cleanup(emulation.close)

@@ -134,20 +134,43 @@ def test_reverse():
 """
 
 
-@pytest.mark.parametrize("barrier", [True, False])
-def test_the_pytest_plugin_reports_a_race(tmp_path: Path, barrier: bool) -> None:
-    sync = "__syncthreads();" if barrier else "__syncwarp();"
-    (tmp_path / "test_reverse.py").write_text(SUITE.replace("SYNC", sync))
+def run_suite(folder: Path, suite: str, *options: str) -> subprocess.CompletedProcess[str]:
+    (folder / "test_suite.py").write_text(suite)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "--cukit-emulate"]
     if not any(each.value == PLUGIN for each in entry_points(group="pytest11")):
         command += ["-p", PLUGIN]  # the installed version is older than the plugin
-    result = subprocess.run(
-        command,
-        cwd=tmp_path,
+    return subprocess.run(
+        [*command, *options],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_the_pytest_plugin_reports_a_race(tmp_path: Path, barrier: bool) -> None:
+    sync = "__syncthreads();" if barrier else "__syncwarp();"
+    result = run_suite(tmp_path, SUITE.replace("SYNC", sync))
     assert result.returncode == (0 if barrier else 1), result.stdout
     if not barrier:
         assert "EmulatorError: reverse: " in result.stdout
+
+
+COUNT_SUITE = """
+from cupy import RawKernel
+import cupy as cp
+count = RawKernel('extern "C" __global__ void count(int* total) { *total += 1; }', "count")
+
+def test_count():
+    total = cp.zeros(1, cp.int32)
+    count((1,), (32,), (total,))
+"""
+
+
+@pytest.mark.parametrize("global_races", [True, False])
+def test_the_pytest_plugin_reports_races_in_global_memory_on_request(
+    tmp_path: Path, global_races: bool
+) -> None:
+    result = run_suite(tmp_path, COUNT_SUITE, *["--cukit-global-races"] * global_races)
+    assert result.returncode == int(global_races), result.stdout
