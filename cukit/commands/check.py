@@ -73,9 +73,9 @@ def check(
 ) -> None:
     """Compile a CUDA kernel for the CPU, run it, and report its errors.
 
-    Checks bounds, alignment, initialisation, barriers and races in shared memory; needs no GPU. Host code in
-    the file is ignored. Random arguments are the same in every run. Exit code 1 if a check fails,
-    2 if the kernel cannot be run.
+    Checks bounds, alignment, initialisation, barriers and races in shared memory; needs no GPU.
+    Host code in the file is ignored. Random arguments are the same in every run. Exit code 1 if a
+    check fails, 2 if the kernel cannot be run.
     """
     rng = np.random.default_rng(0)
     values = [argument("--arg", text, rng) for text in arg or []]

@@ -93,7 +93,7 @@ def test_buckets_cover_everything_from_the_end() -> None:
             assert bucket.gradients.nbytes >= least
 
 
-def test_gradients_are_reduced_during_the_backward_pass() -> None:
+def test_gradients_are_reported_from_last_to_first() -> None:
     """The backward pass reports each gradient once, from the head down to the embeddings."""
     comm = HostCommunicator(Ranks())  # one rank, for which the trainer has no reducer
     trainer = make_trainer(comm, 2)
@@ -108,6 +108,32 @@ def test_gradients_are_reduced_during_the_backward_pass() -> None:
     assert reported[:2] == ["lm_head.weight", "norm.weight"]
     assert reported[-1] == "embed_tokens.weight"
     assert reported.index("layers.1.qkv_proj.weight") < reported.index("layers.0.qkv_proj.weight")
+
+
+def test_buckets_are_reduced_before_the_backward_pass_ends() -> None:
+    def work(comm: HostCommunicator) -> tuple[int, int]:
+        trainer = make_trainer(comm, 1, bucket_bytes=1)
+        reducer, reduced = trainer._reducer, []
+        assert reducer is not None
+        reduce, finish = reducer._reduce, reducer.finish
+
+        def counting_reduce(array: Any) -> None:
+            reduced.append(array.size)
+            reduce(array)
+
+        before_end: list[int] = []
+
+        def counting_finish(*more: Any) -> None:
+            before_end.append(len(reduced))
+            finish(*more)
+
+        reducer._reduce = counting_reduce  # type: ignore[method-assign]
+        reducer.finish = counting_finish  # type: ignore[method-assign]
+        trainer.train_step()
+        return before_end[0], len(reducer._buckets)
+
+    for early, buckets in run_ranks(2, work):
+        assert early == buckets > 3
 
 
 def test_an_objective_with_two_backward_passes_is_rejected_or_correct() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.gemm import BlockPattern, BlockSparseMatrix, bsr_matmul, create_sparse_mask
+from cukit.gemm.sparse import _bsr_launch
 from cukit.gemm.sparse._bsr_launch import MatmulSm80, MatmulSm90, SampledSm80, SampledSm90
 from cukit.gemm.sparse._bsr_plan import (
     SAMPLED_TILINGS,
@@ -111,8 +113,9 @@ def test_blocks_of_a_dense_product(device, rng, block, transpose_a, transpose_b)
 @pytest.mark.parametrize("tiling", HOPPER, ids=name)
 @pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("wide_box", [False, True])
-def test_every_tiling(device, rng, tiling, flag, wide_box):
-    """Results are wider than a tile; block rows have different lengths, and one is empty."""
+def test_every_tiling(device, rng, monkeypatch, tiling, flag, wide_box):
+    """Results are wider than a tile; block rows have different lengths, and one is empty. A grid
+    for two SMs, so thread blocks process several tiles."""
     if flag and wide_box:
         pytest.skip("a transposed operand has one box anyway")
     if device == "cpu":
@@ -128,6 +131,8 @@ def test_every_tiling(device, rng, tiling, flag, wide_box):
     )
     placed = to_device(device, values, dense)
     xp = array_module(device)
+    two_sms = replace(_bsr_launch.current_device(), num_sms=2)
+    monkeypatch.setattr(_bsr_launch, "current_device", lambda: two_sms)
     launch = MatmulSm90(config, pattern, m, n, xp)
     for repeat in range(2):
         with another_order(device, repeat):
