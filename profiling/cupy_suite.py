@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SHARD = "CUKIT_CUPY_SUITE"
+SHARD_VARIABLE = "CUKIT_CUPY_SUITE"
 """Environment variable with the task of a process, as JSON."""
 
 GRACE_SECONDS = 60
@@ -102,8 +102,10 @@ class Plugin:
 
 def pytest_configure(config: Any) -> None:
     """Register the plugin: this module is a pytest plugin in the processes that `main` starts."""
-    if SHARD in os.environ:
-        config.pluginmanager.register(Plugin(json.loads(os.environ[SHARD])), "cukit-cupy-suite")
+    if SHARD_VARIABLE in os.environ:
+        config.pluginmanager.register(
+            Plugin(json.loads(os.environ[SHARD_VARIABLE])), "cukit-cupy-suite"
+        )
 
 
 # In the parent process ----------------------------------------------------------------
@@ -127,7 +129,7 @@ def run(pool: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "log": str(folder / f"{pool}-{number}.jsonl"),
         }
         environment = os.environ | {
-            SHARD: json.dumps(shard),
+            SHARD_VARIABLE: json.dumps(shard),
             "PYTHONPATH": path,
             "CUPY_CACHE_DIR": str(folder / "kernels"),
             "OMP_NUM_THREADS": "1",

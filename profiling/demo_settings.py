@@ -3,9 +3,9 @@
     python -m profiling.demo_settings [--small | --brief]
 
 For each setting, prints bits per byte of the teacher and of the student alone, then of the student
-distilled in several ways, with the gain over the student alone (95% interval over validation
-windows) and the share of the gap between student and teacher that it closes. Conclusions are in
-profiling/notes/distillation_step.md.
+distilled with several objectives, with the gain over the student alone (95% interval over
+validation windows) and the share of the gap between student and teacher that it closes. Conclusions
+are in profiling/notes/distillation_step.md.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Setting:
     name: str
     options: Mapping[str, Any]
     packages: bool
-    ways: Mapping[str, Mapping[str, float]] = field(default_factory=lambda: {"logits": {}})
+    objectives: Mapping[str, Mapping[str, float]] = field(default_factory=lambda: {"logits": {}})
     """Name -> `alpha` and `temperature`, where they differ from the options, and the weights
     `hidden` and `attention` of the terms on hidden states and attention."""
 
 
 _STUDENT = {"student_hidden": 256, "student_layers": 4}
-_WAYS: dict[str, dict[str, float]] = {
+_OBJECTIVES: dict[str, dict[str, float]] = {
     "logits": {},
     "and attention": {"attention": 0.1},
     "and hidden states": {"hidden": 0.5},
@@ -54,9 +54,11 @@ SETTINGS = (
         "brief",
         {**_STUDENT, "teacher_hidden": 512, "teacher_layers": 8, "teacher_steps": 250,
          "steps": 150, "eval_windows": 128, "alpha": 1.0},
-        True, _WAYS,
+        True, _OBJECTIVES,
     ),
-    Setting("packages, 768x10", {**_STUDENT, "teacher_steps": 1000, "steps": 1000}, True, _WAYS),
+    Setting(
+        "packages, 768x10", {**_STUDENT, "teacher_steps": 1000, "steps": 1000}, True, _OBJECTIVES
+    ),
     Setting(
         "packages, 512x8",
         {**_STUDENT, "teacher_hidden": 512, "teacher_layers": 8, "teacher_steps": 900},
@@ -74,7 +76,7 @@ SMALL = (
         "small",
         {"teacher_steps": 30, "steps": 20, "teacher_hidden": 64, "teacher_layers": 2,
          "student_hidden": 32, "student_layers": 1, "eval_windows": 16},
-        False, _WAYS,
+        False, _OBJECTIVES,
     ),
 )  # fmt: skip
 
@@ -116,25 +118,25 @@ class Bench:
         )  # fmt: skip
 
     def distiller(
-        self, student: Transformer, teacher: Transformer, way: Mapping[str, float]
+        self, student: Transformer, teacher: Transformer, objective: Mapping[str, float]
     ) -> Distiller:
-        """Return the objective for the weights and options in `way`."""
+        """Return the distiller for the weights and options in `objective`."""
         s = self.settings
         layers = evenly_spaced_map(student.config.num_layers, teacher.config.num_layers)
         terms: list[Any] = []
-        if "hidden" in way:
+        if "hidden" in objective:
             terms.append(
                 HiddenStateTerm(
-                    layers, student.config, teacher.config, weight=way["hidden"], xp=self.xp
+                    layers, student.config, teacher.config, weight=objective["hidden"], xp=self.xp
                 )
             )
-        if "attention" in way:
+        if "attention" in objective:
             terms.append(
-                AttentionTerm(layers, student.config, teacher.config, weight=way["attention"])
+                AttentionTerm(layers, student.config, teacher.config, weight=objective["attention"])
             )
         return Distiller(
-            student, teacher, alpha=way.get("alpha", s.alpha),
-            temperature=way.get("temperature", s.temperature), terms=terms,
+            student, teacher, alpha=objective.get("alpha", s.alpha),
+            temperature=objective.get("temperature", s.temperature), terms=terms,
         )  # fmt: skip
 
 
@@ -168,10 +170,10 @@ def run(setting: Setting, device: str) -> None:
     alone = bench.evaluate(model)
     report(f"student {model.config.num_parameters / 1e6:.1f} M alone", seconds, alone)
     gap = alone.bits_per_byte - of_teacher.bits_per_byte
-    for name, way in setting.ways.items():
+    for name, objective in setting.objectives.items():
         model = student()
-        objective = bench.distiller(model, teacher, way)
-        seconds = bench.train(objective, settings.steps, settings.lr)
+        distiller = bench.distiller(model, teacher, objective)
+        seconds = bench.train(distiller, settings.steps, settings.lr)
         found = bench.evaluate(model)
         gain = gain_of(found, alone)
         report(

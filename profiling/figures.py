@@ -17,7 +17,7 @@ from cukit.analyzer.report.benchmarks import largest_cases
 from cukit.analyzer.report.section_benchmarks import FASTEST_PEER, draw_summary
 from cukit.analyzer.results import OURS, read
 from profiling.drawing import MARGIN, WIDTH, figure, swatch, write_changed
-from profiling.tables import FLOOR, HIGHLIGHTS, PAGES, PUBLISHED, ROOT, kernel_cases
+from profiling.tables import FIGURE_TITLE, HIGHLIGHTS, PAGES, PUBLISHED, ROOT, kernel_cases
 
 FIGURE = ROOT / "docs" / "benchmarks.svg"
 
@@ -44,7 +44,7 @@ def draw(results: dict[str, Any], ops: Collection[str] | None = None) -> str | N
     found = results["environment"]
     return figure(
         draw_summary(cases, WIDTH - 2 * MARGIN),
-        label=FLOOR,
+        label=FIGURE_TITLE,
         title="Share of the floor reached by each op on its largest case",
         subtitle=f"{found['gpu']}, {found['date']}, cold L2, median times. Longer bars are faster.",
         legend=_legend(),

@@ -45,7 +45,7 @@ def diffusion_impls() -> dict[str, Any]:
 
 
 def retrieval_impls(num_queries: int) -> dict[str, Any]:
-    """Return a retrieval by the plan, and one for each change of its stages, rows or blocks."""
+    """Return retrievals with the default plan and with other numbers of stages, rows or blocks."""
     queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
     plain = retrieve.plan_maxima
     impls = {}
@@ -65,7 +65,7 @@ def retrieval_impls(num_queries: int) -> dict[str, Any]:
     return impls
 
 
-def print_parts(num_queries: int, k: int = 64) -> None:
+def print_launches(num_queries: int, k: int = 64) -> None:
     """Time each step of a retrieval separately. All steps return the same array, since `compare`
     compares results."""
     queries, memory = normal((num_queries, 128), DTYPE), normal((1_000_000, 128), DTYPE)
@@ -136,8 +136,8 @@ def _planned(module: Any, name: str, plan: Any, call: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print_parts(256)
-    print_parts(1)
+    print_launches(256)
+    print_launches(1)
     if "parts" not in sys.argv[1:]:
         compare("graph_diffusion", diffusion_impls())
         compare("retrieve_top_k, 256", retrieval_impls(256))

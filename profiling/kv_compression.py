@@ -26,7 +26,7 @@ from cukit.distill import cross_entropy, read_corpus
 from cukit.distill.training.data import validation_batches
 from cukit.kv_cache import CompressedKV, compress_kv
 from cukit.models import Transformer, load_model
-from profiling.tables import ROOT, markdown
+from profiling.tables import ROOT, markdown, replace_between_marks
 
 DOCUMENT = "docs/kv_cache.md"
 MARKS = re.compile(r"(<!-- compression -->\n).*?(<!-- /compression -->)", re.DOTALL)
@@ -73,7 +73,7 @@ class Row:
         """The mean over the windows."""
         return float(self.bits.mean())
 
-    def added_to(self, other: Row) -> tuple[float, float]:
+    def difference_from(self, other: Row) -> tuple[float, float]:
         """Mean difference in bits per byte on the same windows, and twice its standard error."""
         difference = self.bits - other.bits
         error = difference.std(ddof=1) / math.sqrt(difference.size)
@@ -154,8 +154,8 @@ def table(model: Transformer, rows: Sequence[Row], num_windows: int) -> str:
     prompt = int(config.max_positions * PROMPT_SHARE)
     cells = []
     for row in rows:
-        added, doubt = row.added_to(rows[0])
-        shown = f"{added:+.3f} ± {doubt:.3f}" if row is not rows[0] else ""
+        difference, uncertainty = row.difference_from(rows[0])
+        shown = f"{difference:+.3f} ± {uncertainty:.3f}" if row is not rows[0] else ""
         figures = [f"{row.ratio:.2f}", f"{row.error:.1%}", f"{row.bits_per_byte:.3f}", shown]
         cells.append([row.title, *figures])
     header = ["strategy", "times fewer bytes", "output error", "bits per byte", "added"]
@@ -180,9 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = table(model, rows, options.windows)
     print(made)
     if options.write:
-        path = ROOT / DOCUMENT
-        text = path.read_text(encoding="utf-8")
-        path.write_text(MARKS.sub(lambda match: match[1] + made + match[2], text), "utf-8")
+        replace_between_marks(ROOT / DOCUMENT, MARKS, made)
     return 0
 
 

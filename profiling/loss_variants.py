@@ -276,7 +276,10 @@ def main(arguments: Sequence[str]) -> int:
     if what == "rows":
         compile_splits(names)
         return run_cases(rows(names), Runner())
-    {"products": products, "heads": heads, "options": options}[what]()
+    commands = {"products": products, "heads": heads, "options": options}
+    if what not in commands:
+        raise SystemExit(f"unknown command {what!r}; known: rows, {', '.join(commands)}")
+    commands[what]()
     return 0
 
 

@@ -222,7 +222,7 @@ def _remap_once(total: int, page: int) -> float:
     for block in blocks[::2]:
         pool.free(block)
     before = pool.statistics()
-    with _quiet(pool):
+    with _synchronised(pool):
         start = time.perf_counter()
         large = pool.allocate(total)
         seconds = time.perf_counter() - start
@@ -317,7 +317,7 @@ def _provider(page_bytes: int) -> Provider:
 
 
 @contextmanager
-def _quiet(pool: MemoryPool) -> Iterator[None]:
+def _synchronised(pool: MemoryPool) -> Iterator[None]:
     """Synchronise before and after the block."""
     pool.provider.synchronize_device()
     yield

@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from cukit.core.narrow_dtype import float8_e4m3, int4, int8
 from cukit.core.quantized_array import QuantizedArray
 from cukit.quantization import quantize
 from profiling.data import array_module
-from profiling.tables import ROOT, markdown
+from profiling.tables import ROOT, markdown, replace_between_marks
 
 KEYS = 131072
 HEAD_DIM, HEADS, GROUP = 128, 2, 64
@@ -114,14 +114,14 @@ def outputs(haystack: Haystack) -> dict[str, Callable[[], Any]]:
         codes = [QuantizedArray.encode(x.astype(np.float32), float8_e4m3) for x in (q, k, v)]
         return flash_attention(*codes)[0]
 
-    ways = (
+    formats = (
         lambda: paged(blocks(k), blocks(v)),
         lambda: coded(int8),
         lambda: coded(float8_e4m3),
         packed,
         float8_probabilities,
     )
-    return dict(zip(ROWS, ways, strict=True))
+    return dict(zip(ROWS, formats, strict=True))
 
 
 def measure(keys: int = KEYS, queries: int = QUERIES) -> dict[str, float]:
@@ -136,18 +136,22 @@ def table(found: Mapping[str, float], keys: int = KEYS, queries: int = QUERIES) 
     return markdown(header, [[name, f"{part:.1%}"] for name, part in found.items()], left=1)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print; with --write, update the document."""
     parser = argparse.ArgumentParser(prog="python -m profiling.needle")
-    parser.add_argument("keys", type=int, nargs="?", default=KEYS)
+    parser.add_argument(
+        "keys", type=int, nargs="?", default=KEYS, metavar="KEYS", help=f"a multiple of {GROUP}"
+    )
     parser.add_argument("--write", action="store_true", help=f"into {DOCUMENT}")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.keys % GROUP or options.keys < QUERIES:
+        parser.error(
+            f"KEYS must be a multiple of {GROUP} and at least {QUERIES}, got {options.keys}"
+        )
     made = table(measure(options.keys), options.keys)
     print(made)
     if options.write:
-        path = ROOT / DOCUMENT
-        text = path.read_text(encoding="utf-8")
-        path.write_text(MARKS.sub(lambda match: match[1] + made + match[2], text), "utf-8")
+        replace_between_marks(ROOT / DOCUMENT, MARKS, made)
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def draw_diffusion() -> str:
     return page(264.0, "graph_diffusion: mass diffuses over the graph", parts)
 
 
-def draw_write() -> str:
+def draw_memory_write() -> str:
     """Contributions to a row as a function of the summed gates of three writes to it."""
     indices, gates = np.zeros(3, np.int32), np.array([0.5, 0.3, 0.2])
     left, right, top, base = MARGIN + 40, WIDTH - MARGIN, 84.0, 214.0
@@ -171,7 +171,7 @@ def draw_write() -> str:
     return page(258.0, "memory_write: contributions to a row after gated writes", parts)
 
 
-def draw_bank() -> str:
+def draw_layer_bank() -> str:
     """The layers chosen for each sample, and the order of the rows in the grouped product."""
     rng = np.random.default_rng(7)
     batch, num_layers, dim, top_k, cell = 6, 8, 16, 2, 26.0
@@ -281,17 +281,17 @@ def draw_gemm() -> str:
         f"linear, {m} x {k} by {n} x {k} in bfloat16 on an H100: {tiles_m * tiles_n} tiles of "
         f"{tiling.tile_m} x {tiling.tile_n}, computed by {blocks} thread blocks.",
         f"Tiles of one colour are computed at the same time. In rasterisation groups of "
-        f"{config.group} tile rows (framed), they share few rows of x",
-        "and few columns of w, which stay in L2.",
+        f"{config.raster_group} tile rows (framed), they share few rows of x",
+        "and few rows of w, which stay in L2.",
     )
     for tile in range(tiles_m * tiles_n):
-        first = tile // (config.group * tiles_n) * config.group
-        rows = min(config.group, tiles_m - first)
+        first = tile // (config.raster_group * tiles_n) * config.raster_group
+        rows = min(config.raster_group, tiles_m - first)
         within = tile - first * tiles_n
         x, y = left + within // rows * width, top + (first + within % rows) * height
         parts.append(bar(x + 0.5, y + 0.5, width - 1, height - 1, svg.colour(tile // blocks), 0.8))
-    for first in range(0, tiles_m, config.group):
-        rows = min(config.group, tiles_m - first)
+    for first in range(0, tiles_m, config.raster_group):
+        rows = min(config.raster_group, tiles_m - first)
         parts.append(outline(left, top + first * height, 640.0, rows * height))
     bottom = top + tiles_m * height
     for wave in range(-(-tiles_m * tiles_n // blocks)):
@@ -622,8 +622,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "sparse_blocks.svg": draw_sparse,
     "retrieval.svg": draw_retrieval,
     "graph_diffusion.svg": draw_diffusion,
-    "memory_write.svg": draw_write,
-    "layer_bank.svg": draw_bank,
+    "memory_write.svg": draw_memory_write,
+    "layer_bank.svg": draw_layer_bank,
 }
 
 

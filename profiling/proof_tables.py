@@ -29,24 +29,24 @@ def main() -> int:
 
 def update(text: str, found: dict[str, Any]) -> str:
     """Return `text` with every table generated from `found`."""
-    tables = {"times": times, "counters": counters, "rest": rest}
+    tables = {"times": times, "counters": counters, "summary": summary}
     return MARKS.sub(lambda match: match[1] + tables[match[2]](found) + match[3], text)
 
 
 def times(found: dict[str, Any]) -> str:
     """One row per kernel, one column per clock; the last row has the subtracted overheads."""
-    zeros = found["zeros"]
+    overheads = found["zeros"]
     header = ["kernel", "analyzer", "CUPTI", "ncu", "do_bench"]
     rows = [
         [row["kernel"], _us(row["analyzer_us"]), _compared(row, "cupti", 0.0)]
-        + [_compared(row, clock, _zero_us(zeros[clock])) for clock in ("ncu", "do_bench")]
+        + [_compared(row, clock, _overhead_us(overheads[clock])) for clock in ("ncu", "do_bench")]
         for row in found["times"]
     ]
-    own = {
-        name: f"{zero['us']:.2f} ± {zero['uncertainty_us']:.2f} µs" if zero else ""
-        for name, zero in zeros.items()
+    cells = {
+        name: f"{overhead['us']:.2f} ± {overhead['uncertainty_us']:.2f} µs" if overhead else ""
+        for name, overhead in overheads.items()
     }
-    subtracted = ["*subtracted*", own["events"], "", own["ncu"], own["do_bench"]]
+    subtracted = ["*subtracted*", cells["events"], "", cells["ncu"], cells["do_bench"]]
     return markdown(header, [*rows, subtracted], left=1)
 
 
@@ -67,7 +67,7 @@ def counters(found: dict[str, Any]) -> str:
     return markdown(header, rows, left=1)
 
 
-def rest(found: dict[str, Any]) -> str:
+def summary(found: dict[str, Any]) -> str:
     """The copy, the verdicts, and measurements outside their tolerance."""
     copy, verdicts = found["copy"], found["verdicts"]
     same, slower = Counter(verdicts["same"]), Counter(verdicts["slower"])
@@ -76,21 +76,21 @@ def rest(found: dict[str, Any]) -> str:
         f"- GPU: {found['gpu']}.",
         f"- Copy of 2 GiB: kernel {copy['kernel']:.0f} GB/s, cudaMemcpy {copy['memcpy']:.0f}.",
         f"- Same code in two processes: {_counted(same)}.",
-        f"- Second process with 5% more work: {_counted(slower)}.",
+        f"- 5% more work in the same process: {_counted(slower)}.",
         f"- Outside the tolerance: {missed}.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _zero_us(zero: dict[str, float] | None) -> float:
-    return zero["us"] if zero else 0.0
+def _overhead_us(overhead: dict[str, float] | None) -> float:
+    return overhead["us"] if overhead else 0.0
 
 
-def _compared(row: dict[str, Any], clock: str, zero_us: float) -> str:
+def _compared(row: dict[str, Any], clock: str, overhead_us: float) -> str:
     """The kernel's time by `clock`, less its overhead, and the analyzer's difference from it."""
     if f"{clock}_us" not in row:
         return ""
-    return f"{_us(row[f'{clock}_us'] - zero_us)} ({_signed(row[f'{clock}_difference'])})"
+    return f"{_us(row[f'{clock}_us'] - overhead_us)} ({_signed(row[f'{clock}_difference'])})"
 
 
 def _signed(share: float) -> str:

@@ -9,8 +9,8 @@
 - with ncu: theoretical and achieved occupancy, and measured and declared DRAM bytes.
 
 A pair of events adds 2 us to the time of a kernel, do_bench 3 us, ncu 1 us. These overheads
-(`zeros`) are measured on a kernel of known time and subtracted, as the analyzer does for its
-events. CUPTI timestamps the kernel itself; nothing is subtracted from its times.
+("zeros" in the results) are measured on a kernel of known time and subtracted, as the analyzer does
+for its events. CUPTI timestamps the kernel itself; nothing is subtracted from its times.
 
 Prints the results; the exit code is 1 if a tolerance is exceeded. A tool that is not installed is
 skipped, with the reason on stderr.
@@ -55,9 +55,9 @@ from profiling.proof_subjects import (
     timed_subjects,
 )
 
-TIME_BAR = 0.03
-COPY_BAR = 0.02
-DRAM_BAR = 0.05
+TIME_TOLERANCE = 0.03
+COPY_TOLERANCE = 0.02
+DRAM_TOLERANCE = 0.05
 REPEATS = 20
 
 NCU_LAUNCHES = 15
@@ -120,17 +120,17 @@ def launch_for_ncu(rounds: Sequence[int]) -> None:
 
 
 def times() -> dict[str, Any]:
-    """Time each of the ten kernels by every clock; return the overheads (`zeros`) and, per kernel,
-    the medians and the differences of the analyzer from each clock."""
+    """Time each of the ten kernels by every clock; return the overheads and, per kernel, the
+    medians and the differences of the analyzer from each clock."""
     analyzer = KernelAnalyzer(energy=False, ceilings=False)
-    own = analyzer.event_overhead
-    rounds = [busy_rounds(us, own.us) for us in BUSY_US]
+    event_overhead = analyzer.event_overhead
+    rounds = [busy_rounds(us, event_overhead.us) for us in BUSY_US]
     by_ncu = ncu(rounds)
     chain = GraphTimer()
-    zeroing = calibration_calls()
-    chain_us = [measure({"": c}, chain, rounds=1, pause_s=0)[""].median_us for c in zeroing]
+    calibration = calibration_calls()
+    chain_us = [measure({"": c}, chain, rounds=1, pause_s=0)[""].median_us for c in calibration]
 
-    def zero(readings: Sequence[tuple[float, ...] | None]) -> Overhead | None:
+    def overhead_of(readings: Sequence[tuple[float, ...] | None]) -> Overhead | None:
         differences = [
             statistics.median(reading) - known
             for reading, known in zip(readings, chain_us, strict=True)
@@ -138,11 +138,11 @@ def times() -> dict[str, Any]:
         ]
         return overhead_from(differences) if differences else None
 
-    zeros = {
-        "events": own,
-        "cupti": zero([cupti(call) for call in zeroing]),
-        "ncu": zero(by_ncu[: len(zeroing)]) if by_ncu else None,
-        "do_bench": zero([do_bench(call) for call in zeroing]),
+    overheads = {
+        "events": event_overhead,
+        "cupti": overhead_of([cupti(call) for call in calibration]),
+        "ncu": overhead_of(by_ncu[: len(calibration)]) if by_ncu else None,
+        "do_bench": overhead_of([do_bench(call) for call in calibration]),
     }
     rows = []
     for number, subject in enumerate(timed_subjects(rounds)):
@@ -152,26 +152,27 @@ def times() -> dict[str, Any]:
         assert analysis.cold is not None
         readings: Readings = {
             "cupti": cupti(subject),
-            "ncu": by_ncu[len(zeroing) + number] if by_ncu else None,
+            "ncu": by_ncu[len(calibration) + number] if by_ncu else None,
             "do_bench": do_bench(subject),
         }
-        rows.append(_row(subject.name, analysis.cold.median_us, readings, zeros))
-    return {"zeros": {name: zero and asdict(zero) for name, zero in zeros.items()}, "times": rows}
+        rows.append(_row(subject.name, analysis.cold.median_us, readings, overheads))
+    found = {name: overhead and asdict(overhead) for name, overhead in overheads.items()}
+    return {"zeros": found, "times": rows}
 
 
 def _row(
     name: str,
     analyzer_us: float,
     readings: Readings,
-    zeros: Mapping[str, Overhead | None],
+    overheads: Mapping[str, Overhead | None],
 ) -> dict[str, Any]:
     """Compare the analyzer's time with CUPTI, which timestamps the kernel itself, and with the
-    other clocks less their zeros.
+    other clocks less their overheads.
 
     The uncertainty of a clock is the sum of the interquartile range of its readings and the
-    uncertainty of its zero.
+    uncertainty of its overhead.
     """
-    events = zeros["events"]
+    events = overheads["events"]
     assert events is not None
     row: dict[str, Any] = {
         "kernel": name,
@@ -181,15 +182,15 @@ def _row(
     for clock, reading in readings.items():
         if not reading:
             continue
-        zero = zeros[clock] if clock != "cupti" else None
+        overhead = overheads[clock] if clock != "cupti" else None
         median = statistics.median(reading)
-        kernel_us = median - (zero.us if zero else 0.0)
+        kernel_us = median - (overhead.us if overhead else 0.0)
         low, high = np.percentile(reading, (25, 75))
-        doubt_us = float(high - low) + (zero.uncertainty_us if zero else 0.0)
+        uncertainty_us = float(high - low) + (overhead.uncertainty_us if overhead else 0.0)
         row |= {
             f"{clock}_us": median,
             f"{clock}_difference": analyzer_us / kernel_us - 1,
-            f"{clock}_doubt": doubt_us / kernel_us,
+            f"{clock}_doubt": uncertainty_us / kernel_us,
         }
     return row
 
@@ -291,7 +292,7 @@ def counters() -> list[dict[str, Any]]:
     return rows
 
 
-def judge(found: dict[str, Any]) -> list[str]:
+def exceeded_tolerances(found: dict[str, Any]) -> list[str]:
     """Return the exceeded tolerances. A pure function, so that tests cover the tolerances.
 
     If the uncertainty of a clock exceeds its tolerance, the uncertainty is used instead, except for
@@ -301,11 +302,11 @@ def judge(found: dict[str, Any]) -> list[str]:
     for row in found["times"]:
         for clock in ("cupti", "ncu", "do_bench"):
             difference = row.get(f"{clock}_difference")
-            doubt = row.get(f"{clock}_doubt", 0.0) if clock != "cupti" else 0.0
-            bar = max(TIME_BAR, doubt)
-            if difference is not None and abs(difference) > bar:
+            uncertainty = row.get(f"{clock}_doubt", 0.0) if clock != "cupti" else 0.0
+            tolerance = max(TIME_TOLERANCE, uncertainty)
+            if difference is not None and abs(difference) > tolerance:
                 missed.append(f"{row['kernel']}: {difference:+.1%} from {clock}")
-    if found["copy"]["slower_by"] > COPY_BAR:
+    if found["copy"]["slower_by"] > COPY_TOLERANCE:
         missed.append(f"copy: {found['copy']['slower_by']:.1%} slower than cudaMemcpy")
     allowed = {Verdict.SAME.value, Verdict.UNCERTAIN.value}
     if wrong := [v for v in found["verdicts"]["same"] if v not in allowed]:
@@ -315,7 +316,7 @@ def judge(found: dict[str, Any]) -> list[str]:
     missed += [
         f"{row['kernel']}: DRAM bytes {row['difference']:+.1%} from the declared"
         for row in found["counters"]
-        if abs(row["difference"]) > DRAM_BAR
+        if abs(row["difference"]) > DRAM_TOLERANCE
     ]
     return missed
 
@@ -329,7 +330,7 @@ def prove() -> dict[str, Any]:
         found["counters"] = counters()
     except CukitError as reason:
         print(f"    skipped: {reason}", file=sys.stderr)
-    return found | {"missed": judge(found)}
+    return found | {"missed": exceeded_tolerances(found)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ A table stands between `<!-- table:NAME -->` and `<!-- /table -->`. NAME is one 
 - "highlights": the ops of HIGHLIGHTS, with speedups over all cases;
 - "summary": one row per op, its largest case;
 - "verdict": counts of cases faster and slower than the fastest peer, and the speedup;
-- "picture": a link to the figure that profiling.figures draws of the summary;
+- "picture": a link to the figure that profiling.figures draws of the ops of HIGHLIGHTS;
 - "environment": one sentence that names the machine and its software.
 
 Nothing between these markers is typed by hand; a test compares the files with the results.
@@ -132,7 +132,7 @@ PAGES = {
 }  # fmt: skip
 """The ops of each documentation page that have bench cases."""
 
-FLOOR = "Share of the floor reached by each op, cukit and the fastest peer"
+FIGURE_TITLE = "Share of the floor reached by each op, cukit and the fastest peer"
 """Title of the figures of the results, and their alternative text in Markdown."""
 
 
@@ -223,7 +223,7 @@ def _page(page: str, results: dict[str, Any]) -> str:
         rows.append([*_times(case), _of_floor(case), speed])
     if not rows:
         return NOT_MEASURED
-    return f"![{FLOOR}](benchmarks_{page}.svg)\n\n" + markdown(header, rows, left=2)
+    return f"![{FIGURE_TITLE}](benchmarks_{page}.svg)\n\n" + markdown(header, rows, left=2)
 
 
 def _speedups(cases: list[Case]) -> tuple[float, float, float]:
@@ -278,7 +278,7 @@ def _verdict(results: dict[str, Any]) -> str:
 
 
 def _picture(results: dict[str, Any]) -> str:
-    return f"![{FLOOR}](docs/benchmarks_highlights.svg)\n"
+    return f"![{FIGURE_TITLE}](docs/benchmarks_highlights.svg)\n"
 
 
 def _environment(results: dict[str, Any]) -> str:
@@ -305,7 +305,7 @@ def _speed(case: Case) -> str:
 
 
 def _of_floor(case: Case) -> str:
-    """The floor over cukit's time, in percent."""
+    """The floor, a roofline bound on the time, divided by cukit's time, in percent."""
     share = case.share_of_floor(case.ours) if case.ours else None
     return "" if share is None else f"{100 * share:.0f}%"
 
@@ -334,6 +334,18 @@ def markdown(header: list[str], rows: list[list[str]], *, left: int) -> str:
     """Return a table whose first `left` columns are left-aligned and the others right-aligned."""
     rule = ["---" if column < left else "--:" for column in range(len(header))]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, rule, *rows))
+
+
+def replace_between_marks(document: Path, marks: re.Pattern[str], made: str) -> None:
+    """Replace what is between `marks` (groups 1 and 2) in a document.
+
+    Raises:
+        ValueError: the document lacks the marks.
+    """
+    text, count = marks.subn(lambda m: m[1] + made + m[2], document.read_text(encoding="utf-8"))
+    if not count:
+        raise ValueError(f"{document} has no marks {marks.pattern}")
+    document.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -151,23 +151,25 @@ class Bench:
             hidden, weight, *_ = arrays
             shard = VocabularyShard(self.comm, shape[-1])
             got = vocabulary_parallel_cross_entropy(
-                hidden, self.own(shard, weight), targets, shard=shard
+                hidden, self.local_shard(shard, weight), targets, shard=shard
             )
             whole = linear_cross_entropy(hidden, weight, targets)
-            self.judge("cross-entropy", dtype, shard, got, whole)
+            self.compare_results("cross-entropy", dtype, shard, got, whole)
 
     def compare(self, name: str, arrays: Sequence[Any], dtype: str, **options: Any) -> None:
         """Compare the sharded distillation loss and its gradients with the unsharded ones."""
         hidden, weight, teacher, teacher_weight = arrays
         shard = VocabularyShard(self.comm, weight.shape[0])
-        parts = self.own(shard, weight), self.own(shard, teacher_weight)
+        parts = self.local_shard(shard, weight), self.local_shard(shard, teacher_weight)
         got = vocabulary_parallel_distillation_loss(
             hidden, parts[0], teacher, parts[1], shard=shard, **options
         )
         whole = linear_distillation_loss(*arrays, **options)
-        self.judge(name, dtype, shard, got, whole)
+        self.compare_results(name, dtype, shard, got, whole)
 
-    def judge(self, name: str, dtype: str, shard: VocabularyShard, got: Any, whole: Any) -> None:
+    def compare_results(
+        self, name: str, dtype: str, shard: VocabularyShard, got: Any, whole: Any
+    ) -> None:
         """Print the largest difference of loss and gradients, relative to each array's maximum."""
         worst = 0.0
         pairs = (
@@ -187,7 +189,7 @@ class Bench:
         word = "ok" if max(found) <= bound else "WRONG"
         self.say(f"{word:5} {name}: worst relative difference {max(found):.1e}, allowed {bound}")
 
-    def own(self, shard: VocabularyShard, whole: Any) -> Any:
+    def local_shard(self, shard: VocabularyShard, whole: Any) -> Any:
         return shard.part(whole).copy()
 
     def host(self, array: Any) -> Any:
@@ -243,14 +245,14 @@ class Bench:
         """Return hidden, weight, teacher_hidden and teacher_weight; `part` shards the weights."""
         rows, hidden, teacher, vocab = shape
 
-        def own(whole: Any) -> Any:
-            return whole if part is None else self.own(part, whole)
+        def local(whole: Any) -> Any:
+            return whole if part is None else self.local_shard(part, whole)
 
         return [
             self.numbers((rows, hidden), dtype, 1),
-            own(self.numbers((vocab, hidden), dtype, 2, hidden**-0.5)),
+            local(self.numbers((vocab, hidden), dtype, 2, hidden**-0.5)),
             self.numbers((rows, teacher), dtype, 3),
-            own(self.numbers((vocab, teacher), dtype, 4, teacher**-0.5)),
+            local(self.numbers((vocab, teacher), dtype, 4, teacher**-0.5)),
         ]
 
     def numbers(self, shape: tuple[int, int], dtype: str, seed: int, scale: float = 1.0) -> Any:
@@ -278,7 +280,7 @@ class Bench:
                 exchanged = (None, states) if config.phase == 1 else (states, None)
                 into = grad if config.phase == 3 else None
                 arrays = student, teacher, None, None, losses, None, into, None, None, *exchanged
-                took = self.device_seconds(partial(launch, *arrays, then=(factors,)), 10)
+                took = self.device_seconds(partial(launch, *arrays, trailing_args=(factors,)), 10)
                 moved = (2 if config.phase == 1 else 3) * rows * columns * 2
                 self.say(
                     f"phase {config.phase}, {config.split.cluster} blocks of "
@@ -479,22 +481,31 @@ def compile_ahead(parts: Sequence[str]) -> None:
 
 
 def start(count: int) -> int:
-    """Start this module once per rank, as torchrun does; return the largest exit status."""
+    """Start this module once per rank, as torchrun does; return the exit status of the first rank
+    that fails, 0 if none does."""
     env = dict(os.environ, WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1")
     command = [sys.executable, "-m", "profiling.two_gpus", *sys.argv[1:]]
     ranks = [
         subprocess.Popen(command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(count)
     ]
+    return wait(ranks)
+
+
+def wait(ranks: Sequence[subprocess.Popen[bytes]], grace_seconds: float = 1.0) -> int:
+    """Wait for processes. If one fails, terminate the others, which would block in a collective,
+    and return its exit status (of a signal, its number); else 0."""
     try:
-        # If one rank fails, terminate the others, which would block in a collective.
-        while all(rank.poll() is None for rank in ranks):
+        while None in (statuses := [rank.poll() for rank in ranks]) and not any(statuses):
             time.sleep(0.05)
-        if any(rank.poll() for rank in ranks):
-            time.sleep(1)
+        failed = next((abs(status) for status in statuses if status), 0)
+        if failed:
+            time.sleep(grace_seconds)  # for the messages of other ranks that fail
             for rank in ranks:
                 rank.terminate()
-        return max(abs(rank.wait()) for rank in ranks)
+            for rank in ranks:
+                rank.wait()
+        return failed
     finally:
         for rank in ranks:
             rank.kill()

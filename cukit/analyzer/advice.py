@@ -51,7 +51,7 @@ def advise_launch(
     found = [advice for rule in _LAUNCH_RULES if (advice := rule(launch, num_sms))]
     if not at_roof and not _copies_tiles(launch):
         found += _access_width(launch, accesses)
-        found += _residency(launch)
+        found += _low_occupancy(launch)
     return tuple(found)
 
 
@@ -218,7 +218,7 @@ def _width_gain(operation: str, bits: int, accesses: Sequence[AccessPoint]) -> s
     return f"{fewer}; the time shrinks only if they are the limit"
 
 
-def _residency(launch: LaunchAnalysis) -> Iterable[Advice]:
+def _low_occupancy(launch: LaunchAnalysis) -> Iterable[Advice]:
     occupancy = launch.occupancy
     if occupancy is None or occupancy.fraction >= LOW_OCCUPANCY:
         return

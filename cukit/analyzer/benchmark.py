@@ -44,7 +44,7 @@ from cukit.analyzer.timing import (
 from cukit.core.device import gpu_available
 from cukit.errors import ConfigError, CukitError
 
-Clock = Literal["device", "host"]
+TimedSide = Literal["device", "host"]
 
 Failure = Callable[[str, Exception], None]
 """Called with the name of an implementation and the exception that it raised."""
@@ -106,7 +106,7 @@ class KernelBenchmark:
         self._sampling = sampling or Sampling(
             max_rounds=8, min_samples=per_round, max_samples=per_round, pause_s=0.05
         )
-        self.timers: dict[Clock, Timer] = (
+        self.timers: dict[TimedSide, Timer] = (
             {"device": GpuTimer(), "host": EnqueueTimer()}
             if self.on_gpu
             else {"device": HostTimer(), "host": HostTimer()}
@@ -133,7 +133,7 @@ class KernelBenchmark:
         bytes: float = 0.0,  # noqa: A002 - the name that users expect
         tolerance: float = 1e-2,
         measure_memory: bool = False,
-        clock: Clock = "device",
+        clock: TimedSide = "device",
         pause_s: float | None = None,
         on_failure: Failure | None = None,
         views: Mapping[str, Callable[[Any], Any]] | None = None,

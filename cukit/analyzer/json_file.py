@@ -21,7 +21,7 @@ def read_json(path: Path) -> Any:
             read_text(path),
             parse_int=_integer,
             parse_float=_float,
-            parse_constant=_refuse,
+            parse_constant=_reject,
         )
     except DataError:
         raise
@@ -33,16 +33,16 @@ def read_json(path: Path) -> Any:
 
 def _integer(text: str) -> int:
     if len(text.lstrip("-")) > _MAX_DIGITS:
-        _refuse(text)
+        _reject(text)
     return int(text)
 
 
 def _float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        _refuse(text)
+        _reject(text)
     return number
 
 
-def _refuse(text: str) -> NoReturn:
+def _reject(text: str) -> NoReturn:
     raise ValueError(f"the number {text[:24]}{'...' if len(text) > 24 else ''} is out of range")

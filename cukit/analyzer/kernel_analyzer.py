@@ -151,10 +151,12 @@ class KernelAnalyzer:
             advice=(),
             missing={},
         )
-        analysis = self._static(analysis, work) if work.call is None else self._run(analysis, work)
-        analysis = self._counted(analysis)
+        analysis = (
+            self._without_run(analysis, work) if work.call is None else self._run(analysis, work)
+        )
+        analysis = self._add_counters(analysis)
         if analysis.cold is not None:
-            analysis = self._place(analysis, pipe)
+            analysis = self._add_roofline(analysis, pipe)
         advice = advise(analysis, self.device.num_sms, self._accesses)
         analysis = replace(analysis, advice=advice)
         self._analyses.append(analysis)
@@ -182,7 +184,7 @@ class KernelAnalyzer:
 
         return generate_report([self.report()], outputs)
 
-    def _static(self, analysis: KernelAnalysis, work: Invocation) -> KernelAnalysis:
+    def _without_run(self, analysis: KernelAnalysis, work: Invocation) -> KernelAnalysis:
         reason = NO_GPU if self.static else "nothing was run: grid and arguments were not given"
         names = ["cold", "warm", "roofline", "energy", "conditions"]
         if work.launch is None:
@@ -192,7 +194,7 @@ class KernelAnalyzer:
             missing["waves"] = "no grid was given"
         return replace(analysis, missing=missing)
 
-    def _counted(self, analysis: KernelAnalysis) -> KernelAnalysis:
+    def _add_counters(self, analysis: KernelAnalysis) -> KernelAnalysis:
         """Adds the counters of the kernel, if there is one kernel and counters were given."""
         name = analysis.launches[0].name if len(analysis.launches) == 1 else analysis.name
         found = (self._counters or {}).get(name)
@@ -277,7 +279,7 @@ class KernelAnalyzer:
             return (replace(launch, device_us=records[0].duration_us),)
         return tuple(launch_of(record, self.device) for record in records)
 
-    def _place(self, analysis: KernelAnalysis, pipe: str) -> KernelAnalysis:
+    def _add_roofline(self, analysis: KernelAnalysis, pipe: str) -> KernelAnalysis:
         """Adds rates and rooflines to a timed analysis."""
         assert analysis.cold is not None
         work = analysis.throughput

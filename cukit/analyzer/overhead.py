@@ -39,13 +39,13 @@ class Overhead:
         return tuple(max(sample - self.us, EVENT_TICK_US) for sample in samples_us)
 
 
-def overhead_of(clock: Timer, chain: Timer, calls: Sequence[Call]) -> Overhead:
-    """The overhead of `clock`: its median minus that of `chain`, per call."""
+def overhead_of(events: Timer, graph: Timer, calls: Sequence[Call]) -> Overhead:
+    """The overhead of `events`: its median minus that of `graph`, per call."""
 
     def median_us(call: Call, timer: Timer) -> float:
         return measure({"": call}, timer, rounds=1, min_samples=25, pause_s=0.0)[""].median_us
 
-    return overhead_from([median_us(call, clock) - median_us(call, chain) for call in calls])
+    return overhead_from([median_us(call, events) - median_us(call, graph) for call in calls])
 
 
 def overhead_from(differences: Sequence[float]) -> Overhead:

@@ -53,15 +53,15 @@ class _Readings:
     sm_clocks_mhz: list[float] = field(default_factory=list)
     throttle_bits: int = 0
 
-    def note(self, gpu: Gpu) -> None:
+    def note(self, gpu: NvmlDevice) -> None:
         """Adds the current readings."""
-        clock = gpu.sm_clock_mhz()
-        if clock is not None:
-            self.sm_clocks_mhz.append(clock)
+        clock_mhz = gpu.sm_clock_mhz()
+        if clock_mhz is not None:
+            self.sm_clocks_mhz.append(clock_mhz)
         self.throttle_bits |= gpu.throttle_bits()
 
 
-class Gpu:
+class NvmlDevice:
     """NVML queries of CuPy's current device.
 
     Raises MissingDependencyError without nvidia-ml-py, CukitError if NVML reports an error.
@@ -134,7 +134,7 @@ def energy_of(call: Callable[[], object], once_us: float) -> tuple[Energy | None
     A call too short for the host to keep the device busy is replayed many times from a CUDA graph;
     otherwise the result would include the energy of an idle device.
     """
-    gpu, pace = Gpu(), one_batch_behind()
+    gpu, pace = NvmlDevice(), one_batch_behind()
     if once_us >= LAUNCH_BOUND_US:
         return measure_energy(call, once_us, gpu, pace=pace)
     replay, calls = GraphTimer().replayer(call)
@@ -171,11 +171,11 @@ def one_batch_behind() -> Callable[[], None]:
 def measure_energy(
     call: Callable[[], object],
     once_us: float,
-    gpu: Gpu,
+    gpu: NvmlDevice,
     *,
     window_s: float = WINDOW_S,
     pace: Callable[[], None],
-    clock: Callable[[], float] = time.perf_counter,
+    seconds_now: Callable[[], float] = time.perf_counter,
 ) -> tuple[Energy | None, Conditions]:
     """Runs `call`, which takes about `once_us`, for a little longer than `window_s`.
 
@@ -191,11 +191,11 @@ def measure_energy(
         """(joules, time, calls so far) at the first reading other than `joules`; None after the
         deadline."""
         nonlocal calls
-        while clock() < deadline:
+        while seconds_now() < deadline:
             for _ in range(batch):
                 call()
             # Read while the device is busy: an idle GPU lowers its clocks immediately.
-            reading, now = gpu.joules(), clock()
+            reading, now = gpu.joules(), seconds_now()
             readings.note(gpu)
             pace()
             calls += batch
@@ -203,7 +203,7 @@ def measure_energy(
                 return reading, now, calls
         return None
 
-    begin = until_tick(gpu.joules(), clock() + _TICK_TIMEOUT_S)
+    begin = until_tick(gpu.joules(), seconds_now() + _TICK_TIMEOUT_S)
     if begin is None:
         return None, gpu.conditions(readings)
     joules, started, calls_before = begin

@@ -144,7 +144,7 @@ class GraphTimer:
         self._stop = self._cupy.cuda.Event()
 
     def prepare(self, call: Call) -> Sampler:
-        """Runs `call` once, measures it, and captures enough calls to fill a replay."""
+        """Times a graph of one call, then captures a graph of about TARGET_US."""
         graph, calls = self._filled(call)
         return partial(self._replay_us, graph, calls)
 

@@ -129,7 +129,7 @@ def show_report(console: Console, report: DistillReport, folder: Path) -> None:
     """Prints tables of the results, the sample and the verdict."""
     console.print(_models_table(report))
     if len(report.ways) > 1:
-        console.print(_ways_table(report))
+        console.print(_variants_table(report))
     if report.quantized:
         console.print(_quantized_table(report))
     console.print(_ops_table(report))
@@ -191,17 +191,17 @@ def _models_table(report: DistillReport) -> Table:
     return table
 
 
-def _ways_table(report: DistillReport) -> Table:
+def _variants_table(report: DistillReport) -> Table:
     table = Table(title="gain from distillation, and with each term", title_justify="left")
     table.add_column("model")
     for heading in ("bits per byte", "gain over training alone", "gap to the teacher closed"):
         table.add_column(heading, justify="right")
-    for way in report.ways:
-        gain, interval = way["gain_bits_per_byte"], way["gain_interval"]
-        closed, around = way["gap_closed"], way["gap_closed_interval"]
+    for variant in report.ways:
+        gain, interval = variant["gain_bits_per_byte"], variant["gain_interval"]
+        closed, around = variant["gap_closed"], variant["gap_closed_interval"]
         table.add_row(
-            TITLES[way["model"]],
-            f"{way['bits_per_byte']:.4f}",
+            TITLES[variant["model"]],
+            f"{variant['bits_per_byte']:.4f}",
             f"{gain:+.4f}" + (f" ({interval[0]:+.4f} to {interval[1]:+.4f})" if interval else ""),
             ""
             if closed is None

@@ -87,6 +87,7 @@ def check(
         if value in _NULLS:
             raise ConfigError(f"--constant {text}: a variable has a value, got {value}")
         constants[name] = np.asarray(argument(f"--constant {name}", value, rng))
+    settings: dict[str, Any] = {"global_races": True} if global_races else {}
     try:
         check_kernel(
             Path(source),
@@ -101,7 +102,7 @@ def check(
             arch=arch,
             seed=seed,
             late=late,
-            **({"global_races": True} if global_races else {}),
+            **settings,
         )
     except EmulatorError as error:
         print(error)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cukit.core.cubin import CubinInfo, read_cubin
 from cukit.core.device import INSTALL_GPU_EXTRA, require_cupy
-from cukit.core.file_cache import cache_folder, recall, store
+from cukit.core.file_cache import cache_folder, load, store
 from cukit.core.interrupts import python_handles_interrupts
 from cukit.core.parameters import layout_assertions
 from cukit.core.source import closure_hash, kernels_root, read_source
@@ -72,7 +72,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
     options = _options(spec, arch)
     path = cache_folder() / "kernels" / f"{spec.entry}-{arch}-{_key(spec, options)}.cubin"
     try:
-        found = recall(path)
+        found = load(path)
         if found is not None:
             cubin, record = found
             info = read_cubin(cubin, spec.entry, record["log"])
@@ -89,7 +89,7 @@ def compile_kernel(spec: KernelSpec, arch: str) -> CompiledKernel:
     return CompiledKernel(spec, arch, path, info, log, compile_ms, cached=False)
 
 
-def compile_visibly(spec: KernelSpec, arch: str) -> CompiledKernel:
+def compile_with_message(spec: KernelSpec, arch: str) -> CompiledKernel:
     """compile_kernel, with a line on stderr after a compilation unless CUKIT_QUIET is set."""
     start = time.perf_counter()
     compiled = compile_kernel(spec, arch)

@@ -39,7 +39,7 @@ def cache_folder() -> Path:
     return Path(base) / "cukit"
 
 
-def recall(path: Path) -> tuple[bytes, Record] | None:
+def load(path: Path) -> tuple[bytes, Record] | None:
     """Contents and record of a cached file; None if it is missing or damaged.
 
     Raises CacheError if another user could have written it.
@@ -72,11 +72,11 @@ def build_once(path: Path, build: Callable[[], tuple[bytes, Record]]) -> tuple[b
 
     If several processes need the file at the same time, one builds it and the others wait.
     """
-    found = recall(path)
+    found = load(path)
     if found is not None:
         return *found, False
     with _locked(path):
-        found = recall(path)
+        found = load(path)
         if found is not None:
             return *found, False
         data, facts = build()

@@ -12,7 +12,7 @@ import numpy as np
 
 from cukit.core import backend
 from cukit.core.arrays import check_current_device, describe
-from cukit.core.compiler import CompiledKernel, KernelSpec, compile_visibly
+from cukit.core.compiler import CompiledKernel, KernelSpec, compile_with_message
 from cukit.core.dependent_launch import DependentFunction
 from cukit.core.device import current_device, require_cupy
 from cukit.core.parameters import ParameterStruct
@@ -151,7 +151,7 @@ def load_kernel(spec: KernelSpec) -> Kernel:
 
 @functools.cache
 def _load_on(spec: KernelSpec, device_id: int) -> Kernel:
-    return Kernel(compile_visibly(spec, current_device().compile_arch))
+    return Kernel(compile_with_message(spec, current_device().compile_arch))
 
 
 def by_value(value: Argument) -> Argument:
@@ -261,9 +261,9 @@ def _by_value_type() -> Any:
 class Launch:
     """A prepared launch: everything that depends only on the description of the arguments.
 
-    Call it with the arrays; the kernel's arguments are the arrays, `scalars` and the call's `then`,
-    in this order. The argument list is checked on the first call only: every call passes
-    arguments of the same types.
+    Call it with the arrays; the kernel's arguments are the arrays, `scalars` and the call's
+    `trailing_args`, in this order. The argument list is checked on the first call only: every call
+    passes arguments of the same types.
 
     dependent: use programmatic dependent launch on GPUs that support it; the kernel itself waits
     for the previous launch (:class:`~cukit.core.dependent_launch.DependentFunction`).
@@ -292,10 +292,10 @@ class Launch:
         self._idle = 0 in grid
         self._checked = False
 
-    def __call__(self, *arrays: Argument, then: tuple[Argument, ...] = ()) -> None:
+    def __call__(self, *arrays: Argument, trailing_args: tuple[Argument, ...] = ()) -> None:
         """Launches on the current stream. An empty grid launches nothing."""
         kernel = self.kernel
-        args = arrays + self.scalars + then
+        args = arrays + self.scalars + trailing_args
         if not self._checked:
             kernel.check(args)
             self._checked = True

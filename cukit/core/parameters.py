@@ -113,7 +113,7 @@ class ParameterStruct:
             raise LaunchError(
                 f"{self.name}: unknown {[name]}; the fields are {', '.join(self._places)}"
             ) from None
-        except (struct.error, OverflowError) as error:  # OverflowError: a float
+        except (struct.error, OverflowError) as error:  # OverflowError: float out of range
             raise LaunchError(f"{self.name}: {error}, got {name}={value!r}") from None
 
     def _bytes(self, values: Sequence[Any]) -> bytes:
@@ -123,7 +123,7 @@ class ParameterStruct:
             flat[index] = nested._as_bytes(flat[index])
         try:
             return self._layout.pack(*flat)
-        except (struct.error, OverflowError) as error:  # OverflowError: a float
+        except (struct.error, OverflowError) as error:  # OverflowError: float out of range
             raise LaunchError(
                 f"{self.name}: {error}, got {dict(zip(self._names, flat, strict=True))}"
             ) from None

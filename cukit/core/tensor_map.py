@@ -116,16 +116,16 @@ def encode_sequence_map(array: Array, longest: int, box: Box, *, swizzle_bytes: 
     the emulator reports violations).
     """
     (rows, *others), itemsize = array.shape, array.itemsize
-    row, *steps = _layout(array.shape, array.strides, itemsize).steps
-    layout = _layout((rows + 1, longest, *others), (row, row, *steps), itemsize)
+    row, *strides = _layout(array.shape, array.strides, itemsize).strides
+    layout = _layout((rows + 1, longest, *others), (row, row, *strides), itemsize)
     return _encode(array, _aligned_address(array) - longest * row, layout, box, swizzle_bytes)
 
 
 def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes: int) -> Any:
-    shape, steps = layout.shape, layout.steps
+    shape, strides = layout.shape, layout.strides
     given = _driver_arguments(array.dtype, box, len(shape), swizzle_bytes)
     if backend.active is not None:
-        view = backend.TensorView(address, shape, steps, array)
+        view = backend.TensorView(address, shape, strides, array)
         return backend.active.encode_tensor_map(view, box, swizzle_bytes)
     buffer: Any = _Buffer()
     begin = ctypes.addressof(buffer)
@@ -135,10 +135,10 @@ def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes
         given.dtype,
         len(shape),
         ctypes.c_void_p(address),
-        layout.extents,
-        layout.strides,
+        layout.packed_shape,
+        layout.packed_strides,
         given.box,
-        given.steps,
+        given.element_strides,
         _NO_INTERLEAVE,
         given.swizzle,
         _PROMOTE_TO_256_BYTES,
@@ -151,7 +151,7 @@ def _encode(array: Array, address: int, layout: _Layout, box: Box, swizzle_bytes
         status = _driver_function()(*arguments)
     if status != 0:
         raise ArrayLayoutError(
-            f"encode_tensor_map: the driver refused shape {shape}, strides {steps}, "
+            f"encode_tensor_map: the driver refused shape {shape}, strides {strides}, "
             f"box {box}, swizzle {swizzle_bytes}: CUDA error {status}"
         )
     encoded = bytes_by_value(buffer, begin + start, _DESCRIPTOR.itemsize)
@@ -182,7 +182,7 @@ class _DriverArguments(NamedTuple):
 
     dtype: int
     box: bytes
-    steps: bytes
+    element_strides: bytes
     swizzle: int
 
 
@@ -219,9 +219,9 @@ class _Layout(NamedTuple):
     """Shape and strides in bytes of an array, as tuples and packed for the driver."""
 
     shape: tuple[int, ...]
-    steps: tuple[int, ...]
-    extents: bytes
-    strides: bytes
+    strides: tuple[int, ...]
+    packed_shape: bytes
+    packed_strides: bytes
 
 
 _WORDS = [struct.Struct(f"{count}Q") for count in range(_MAX_AXES + 1)]
@@ -238,17 +238,18 @@ def _layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
         raise ArrayLayoutError(
             f"encode_tensor_map: the last axis must be contiguous, got strides {strides}"
         )
-    steps = [
+    outer = [
         stride if extent > 1 else _ALIGNMENT
         for stride, extent in zip(strides[:-1], shape, strict=False)
     ]
-    for step in steps:
-        if step % _ALIGNMENT or step < 0:
+    for stride in outer:
+        if stride % _ALIGNMENT or stride < 0:
             raise ArrayLayoutError(
                 f"encode_tensor_map: strides must be multiples of 16 bytes, got {strides}"
             )
-    extents = _WORDS[axes].pack(*shape[::-1])
-    return _Layout(shape, (*steps, itemsize), extents, _WORDS[axes - 1].pack(*steps[::-1]))
+    packed_shape = _WORDS[axes].pack(*shape[::-1])
+    packed_strides = _WORDS[axes - 1].pack(*outer[::-1])
+    return _Layout(shape, (*outer, itemsize), packed_shape, packed_strides)
 
 
 def _aligned_address(array: Array) -> int:

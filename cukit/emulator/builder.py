@@ -45,7 +45,7 @@ from cukit.emulator.toolchain import (
 _GAP_BYTES = 256
 _PRELUDE = '#include "common/platform.cuh"\n#include <common/emulator/entry.h>\n'
 _MAX_RUNTIME_UNITS = 4
-_FOREIGN_PRELUDE = "#include <common/emulator/language.h>\n"
+_THIRD_PARTY_PRELUDE = "#include <common/emulator/language.h>\n"
 _HOST_LIBRARY = "#define CUKIT_EMULATOR_HOST_LIBRARY\n"
 _HOST_HEADER = re.compile(r"^\s*#\s*include\s*<(\w+|cupy/.*)>", re.MULTILINE)
 _INCLUDED_HEADERS = {
@@ -69,7 +69,7 @@ class Build:
     Gaps between the variables detect overruns."""
     uninitialised: Sequence[str] = ()
     """Reports of variables that are used before they have a value, from the compiler's warnings."""
-    together: bool = False
+    cooperative: bool = False
     """Whether `cluster` contains all blocks of a cooperative launch."""
 
 
@@ -81,10 +81,10 @@ def build_kernel(
     all_checks: as for `kernel_flags`; always on for kernels from folders other than cukit's.
     """
     compiler = find_compiler()
-    foreign = Path(spec.source).is_absolute()
+    third_party = Path(spec.source).is_absolute()
     flags = (
-        *kernel_flags(checked, debug, compiler, all_checks or foreign),
-        *(NAMES if checked and foreign else ()),
+        *kernel_flags(checked, debug, compiler, all_checks or third_party),
+        *(NAMES if checked and third_party else ()),
         f"-DCUKIT_EMULATE={arch_number(arch)}",
     )
     link = (*link_flags(checked), *LIBRARIES)
@@ -178,7 +178,7 @@ def runtime_units(count: int) -> list[list[Path]]:
     return units
 
 
-def build_foreign(
+def build_third_party(
     name: str, files: Mapping[str, str], arch: str, checked: bool, debug: bool, standard: str
 ) -> tuple[Path, Record]:
     """Compiles the first of `files` (texts by name), which includes the others, or takes it from
@@ -198,19 +198,19 @@ def build_foreign(
     key = _hash(*files, *files.values(), _sources_hash(), compiler.version, *flags, *link)
     library = _folder() / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:64]}-{arch}-{key}.so"
     start = time.perf_counter()
-    record, built = _build(library, partial(_compile_foreign, name, files, link=link), flags)
+    record, built = _build(library, partial(_compile_third_party, name, files, link=link), flags)
     if built:
         _print_status(f"compiled {name} for the emulator in {time.perf_counter() - start:.1f} s")
     return library, record
 
 
-def _compile_foreign(
+def _compile_third_party(
     name: str, files: Mapping[str, str], flags: tuple[str, ...], link: tuple[str, ...]
 ) -> tuple[bytes, Record]:
     # Unreferenced code is dropped, so that libraries that only host code uses are not required.
     own = ("-fvisibility=hidden", "-ffunction-sections", "-fdata-sections")
     headers = {name for text in files.values() for name in _HOST_HEADER.findall(text)}
-    prelude = _HOST_LIBRARY * bool(headers - _INCLUDED_HEADERS) + _FOREIGN_PRELUDE
+    prelude = _HOST_LIBRARY * bool(headers - _INCLUDED_HEADERS) + _THIRD_PARTY_PRELUDE
     library, symbols, uninitialised = _compile_unit(
         name, files, (*flags, *own), prelude, (*link, "-Wl,--gc-sections", "-pthread")
     )

@@ -113,7 +113,7 @@ class EmulatedKernel(Kernel):
             typical_device(self._settings.arch),
             extents,
             block,
-            (1, 1, 1) if self._build.together else cluster,
+            (1, 1, 1) if self._build.cooperative else cluster,
             self._build.static_shared_bytes,
             shared_bytes,
             self._entry.max_threads,

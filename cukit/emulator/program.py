@@ -26,7 +26,7 @@ import numpy as np
 from cukit.core.compiler import KernelSpec, cuda_include_folder
 from cukit.core.kernel import NULL
 from cukit.core.source import kernels_root
-from cukit.emulator.builder import Build, build_foreign, uninitialised_in
+from cukit.emulator.builder import Build, build_third_party, uninitialised_in
 from cukit.emulator.kernel import EmulatedKernel
 from cukit.emulator.library import Entry, runtime
 from cukit.emulator.rewrite import KernelSource, device_macros, rewrite
@@ -111,7 +111,7 @@ class Program:
         self._cooperative = any(file.cooperative for file in self._files.rewritten)
         unit = _unit(self._files.texts, source, expressions)
         try:
-            self._library, self._record = build_foreign(
+            self._library, self._record = build_third_party(
                 source.name, unit, settings.arch, settings.checked, settings.debug, source.standard
             )
         except CompileError as error:
@@ -137,12 +137,12 @@ class Program:
             (1, 1, 1),
         )
         blocks, threads = math.prod(grid), math.prod(grid) * math.prod(shape)
-        together = (
+        as_one_cluster = (
             self._cooperative
             and 1 < blocks <= MAX_BLOCKS_AT_ONCE
             and threads <= MAX_THREADS_AT_ONCE
         )
-        if together:
+        if as_one_cluster:
             cluster = (*grid, 1, 1)[:3]
         uninitialised = uninitialised_in(
             self._record["uninitialised"], name, (kernel.name for kernel in self.kernels)
@@ -153,7 +153,7 @@ class Program:
             cluster,
             shared=self._record["shared"],
             uninitialised=uninitialised,
-            together=together,
+            cooperative=as_one_cluster,
         )
         kernel = EmulatedKernel(build, self.settings, Entry.from_address(address))
         kernel.block = shape  # type: ignore[assignment]

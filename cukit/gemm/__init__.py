@@ -11,9 +11,9 @@ from cukit.gemm.dense.gemv import gemv
 from cukit.gemm.dense.linear import gated_linear, linear
 from cukit.gemm.dense.linear_backward import gated_linear_backward, linear_backward
 from cukit.gemm.dense.tma import matmul_tma
+from cukit.gemm.dense.tree import tree_matmul
 from cukit.gemm.dispatch._matmul_decision import MatmulPlan, forget_decisions
 from cukit.gemm.dispatch.matmul import explain_matmul, matmul, tune_matmul
-from cukit.gemm.dispatch.tree import tree_matmul
 from cukit.gemm.grouped.grouped import grouped_gated_linear, grouped_gemm, grouped_gemm_backward
 from cukit.gemm.grouped.grouped_fp8 import grouped_gemm_fp8
 from cukit.gemm.quantized.fp8 import matmul_fp8

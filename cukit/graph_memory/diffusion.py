@@ -156,14 +156,14 @@ def graph_diffusion_backward(
         grad_values.fill(0)
         return grad_memory, grad_values
     states = [memory]
-    for keep in weights[:-1]:
-        states.append(_steps(op, states[-1], memory, transition, (keep,), True))
+    for weight in weights[:-1]:
+        states.append(_steps(op, states[-1], memory, transition, (weight,), True))
     grad = grad_out
-    for number, (keep, state) in enumerate(zip(reversed(weights), reversed(states), strict=True)):
-        gradient = _prepare_gradient(grad, state, transition.values, keep, number == 0)
+    for number, (weight, state) in enumerate(zip(reversed(weights), reversed(states), strict=True)):
+        gradient = _prepare_gradient(grad, state, transition.values, weight, number == 0)
         gradient(transition.row_offsets, transition.columns, grad, state, grad_values)
         if number + 1 < len(weights):
-            grad = _steps(op, grad, grad, backwards, (keep,), False)
+            grad = _steps(op, grad, grad, backwards, (weight,), False)
     return grad_memory, grad_values
 
 
@@ -196,21 +196,21 @@ def _steps(
     memory: Array,
     transition: Transition,
     weights: tuple[float, ...],
-    inject: bool,
+    add_memory: bool,
 ) -> Array:
     """`state` after one step per element of `weights`.
 
-    inject: whether a step with weight `keep` adds `(1 - keep) memory`.
+    add_memory: whether a step with weight w adds `(1 - w) memory`.
     """
-    launches = _prepare(op, state, memory, *transition, weights, inject)
+    launches = _prepare(op, state, memory, *transition, weights, add_memory)
     out = empty(state, state.shape)
     scratch = empty(state, state.shape) if len(weights) > 1 else out
-    injected = memory if inject else NULL
+    added = memory if add_memory else NULL
     for of_slice in launches:
         before = state
         for number, launch in enumerate(of_slice):
             after = out if (len(of_slice) - number) % 2 else scratch
-            launch(*transition, before, injected, after)
+            launch(*transition, before, added, after)
             before = after
     return out
 
@@ -229,13 +229,13 @@ class DiffuseConfig:
         """Columns per slice."""
         return self.lanes * self.vec
 
-    def spec(self, inject: bool) -> KernelSpec:
+    def spec(self, add_memory: bool) -> KernelSpec:
         """The kernel of a step."""
         defines: tuple[tuple[str, MacroValue], ...] = (
             ("DTYPE", self.dtype),
             ("VEC", self.vec),
             ("LANES", self.lanes),
-            ("INJECT", inject),
+            ("ADD_MEMORY", add_memory),
             ("THREADS", _THREADS),
         )
         return KernelSpec("graph_memory/diffuse_step.cu", "diffuse_step", defines, _THREADS)
@@ -267,7 +267,7 @@ def _prepare(
     columns: Array,
     values: Array,
     weights: tuple[float, ...],
-    inject: bool,
+    add_memory: bool,
 ) -> list[list[Launch]]:
     """The launches of all steps, per slice of columns."""
     check_transition(op, memory, Transition(offsets, columns, values))
@@ -278,17 +278,18 @@ def _prepare(
     config = plan_diffusion(
         num_nodes, len(columns), dim, memory.dtype.name, memory.itemsize, vec, current_device()
     )
-    kernel = load_kernel(config.spec(inject))
+    kernel = load_kernel(config.spec(add_memory))
     blocks = -(-num_nodes // (_THREADS // config.lanes))
     width = config.columns * config.slices_per_launch
     launches: list[list[Launch]] = []
     for first in range(0, dim, width):
         grid = (blocks, min(config.slices_per_launch, -(-(dim - first) // config.columns)))
         of_slice: list[Launch] = []
-        for keep in weights:
+        for weight in weights:
             scalars = _PARAMETERS.pack(
-                num_rows=num_nodes, dim=dim, first=first, keep=keep, inject=1 - keep
-            )
+                num_rows=num_nodes, dim=dim, first=first,
+                transition_weight=weight, memory_weight=1 - weight,
+            )  # fmt: skip
             # Not the first launch: the kernel before it may write the transition.
             dependent = bool(launches or of_slice)
             of_slice.append(Launch(kernel, grid, (scalars,), dependent=dependent))
@@ -297,11 +298,15 @@ def _prepare(
 
 
 @launch_plan
-def _prepare_gradient(grad: Array, state: Array, values: Array, keep: float, first: bool) -> Launch:
+def _prepare_gradient(
+    grad: Array, state: Array, values: Array, weight: float, first: bool
+) -> Launch:
     num_nodes, dim = grad.shape
     spec = _gradient_spec(grad.dtype.name, access_width(dim, grad, state), first)
-    scalars = (_PARAMETERS.pack(num_rows=num_nodes, dim=dim, first=0, keep=keep, inject=0.0),)
-    return Launch(load_kernel(spec), (-(-num_nodes // (_THREADS // _WARP)),), scalars)
+    scalars = _PARAMETERS.pack(
+        num_rows=num_nodes, dim=dim, first=0, transition_weight=weight, memory_weight=0.0
+    )
+    return Launch(load_kernel(spec), (-(-num_nodes // (_THREADS // _WARP)),), (scalars,))
 
 
 def _gradient_spec(dtype: str, vec: int, first: bool) -> KernelSpec:
@@ -357,13 +362,13 @@ def _specs(device: Device) -> list[KernelSpec]:
         for dtype, vec in zip(KERNEL_DTYPES, (4, 8, 8), strict=True)
         for lanes in _LANES
     ]
-    return [config.spec(inject=True) for config in configs]
+    return [config.spec(add_memory=True) for config in configs]
 
 
 def _backward_specs(device: Device) -> list[KernelSpec]:
     specs = []
     for dtype, vec in zip(KERNEL_DTYPES, (4, 8, 8), strict=True):
-        specs.append(DiffuseConfig(dtype.name, vec, 32, 1).spec(inject=False))
+        specs.append(DiffuseConfig(dtype.name, vec, 32, 1).spec(add_memory=False))
         specs += [_gradient_spec(dtype.name, vec, first) for first in (False, True)]
     return [*_specs(device), *specs]
 

@@ -93,16 +93,16 @@ def retrieve_top_k(queries: Array, memory: Array, k: int) -> Retrieved:
 def _retrieve(
     launches: _Launches, queries: Array, memory: Array, scores: Array, indices: Array, k: int
 ) -> None:
-    rows = len(queries)
-    maxima = empty(queries, (rows, launches.groups), float32)
+    num_queries = len(queries)
+    maxima = empty(queries, (num_queries, launches.groups), float32)
     launches.maxima(queries, memory, maxima)
-    keys = empty(queries, (rows, launches.parts, k), np.uint64)
+    keys = empty(queries, (num_queries, launches.parts, k), np.uint64)
     launches.select(maxima, NULL, keys, NULL, NULL)
     for merge, parts in launches.merges:
-        merged = empty(queries, (rows, parts, k), np.uint64)
+        merged = empty(queries, (num_queries, parts, k), np.uint64)
         merge(NULL, keys, merged, NULL, NULL)
         keys = merged
-    rescored = empty(queries, (rows, k, GROUP), np.uint64)
+    rescored = empty(queries, (num_queries, k, GROUP), np.uint64)
     launches.rescore(queries, memory, keys, rescored)
     launches.last(NULL, rescored, NULL, scores, indices)
 
@@ -191,14 +191,16 @@ class SelectConfig:
 
 
 @cache
-def plan_select(count: int, k: int, rows: int | None, device: Device) -> SelectConfig:
+def plan_select(count: int, k: int, num_queries: int | None, device: Device) -> SelectConfig:
     """The launch configuration. The `count` entries of a query are split into parts whose
-    candidates fit in shared memory and, if `rows`, the number of queries, is given and small, into
-    enough parts to fill the GPU."""
+    candidates fit in shared memory and, if `num_queries` is given and small, into enough parts to
+    fill the GPU."""
     threads = 1024 if count > 4096 else 256
     capacity = _CAPACITY
     max_part = capacity // k * threads
-    fill = 1 if rows is None else min(count // (16 * threads), device.num_sms // max(rows, 1))
+    fill = 1
+    if num_queries is not None:
+        fill = min(count // (16 * threads), device.num_sms // max(num_queries, 1))
     return SelectConfig(threads, capacity, max(1, -(-count // max_part), fill))
 
 
@@ -259,17 +261,17 @@ def _launches(num_queries: int, num_rows: int, dim: int, dtype: str, k: int) -> 
 def _select(
     count: int,
     k: int,
-    rows: int,
+    num_queries: int,
     device: Device,
     *,
     from_scores: bool = False,
     last: bool = False,
 ) -> tuple[Launch, int]:
     """A selection, and the number of parts per query after it."""
-    config = plan_select(count, k, rows if from_scores else None, device)
+    config = plan_select(count, k, num_queries if from_scores else None, device)
     scalars = (_STRUCTS["SelectParameters"].pack(count=count, parts=config.parts, k=k),)
     spec = config.spec(from_scores, last)
-    return Launch(load_kernel(spec), (rows, config.parts), scalars), config.parts
+    return Launch(load_kernel(spec), (num_queries, config.parts), scalars), config.parts
 
 
 def _rescore_spec(dtype: str, width: int) -> KernelSpec:

@@ -94,14 +94,14 @@ class KVCacheSlab:
         self._in_flight: list[HostBlocks] = []
         """Copies that may not have finished; keeps their host memory allocated."""
 
-    def part(self, which: int, layer: int) -> Array | QuantizedArray:
+    def layer_cache(self, kind: int, layer: int) -> Array | QuantizedArray:
         """The keys (0) or values (1) of a layer, a view."""
-        rows = self.array[which, layer]
+        rows = self.array[kind, layer]
         if self._codes is int4:
-            return self._grouped(which, slice(layer, layer + 1))
+            return self._grouped(kind, slice(layer, layer + 1))
         if self._codes is None or self.scales is None:
             return rows
-        return QuantizedArray(rows, self._codes, rows.shape, self.scales[which, layer], axis=-1)
+        return QuantizedArray(rows, self._codes, rows.shape, self.scales[kind, layer], axis=-1)
 
     def pack(self, rings: Sequence[int], blocks: Sequence[int]) -> None:
         """int4: quantises ring buffers to blocks, all layers in one launch."""
@@ -116,7 +116,7 @@ class KVCacheSlab:
         )
         xp = namespace(self.array)
         new = self.recent.reshape(2, -1, *self.recent.shape[3:])
-        caches = (self._grouped(which, slice(None)) for which in range(2))
+        caches = (self._grouped(kind, slice(None)) for kind in range(2))
         pack_kv(*new, *caches, *(xp.asarray(each) for each in groups))
 
     def copy_rings(self, destinations: Sequence[int], sources: Sequence[int]) -> None:
@@ -124,14 +124,14 @@ class KVCacheSlab:
         for destination, source in zip(destinations, sources, strict=True):
             self._ring_bits[:, :, destination] = self._ring_bits[:, :, source]
 
-    def _grouped(self, which: int, layers: slice) -> QuantizedArray:
+    def _grouped(self, kind: int, layers: slice) -> QuantizedArray:
         """The int4 keys (0) or values (1) of layers, with their blocks along one axis."""
-        rows = self.array[which, layers]
+        rows = self.array[kind, layers]
         rows, scales, zeros = (
-            _joined(x) for x in (rows, *(each[layers] for each in self._factors[which]))
+            _joined(x) for x in (rows, *(each[layers] for each in self._factors[kind]))
         )
         shape = (*rows.shape[:-1], 2 * rows.shape[-1])
-        axis, size = (1, shape[1]) if which == 0 else (3, shape[3])
+        axis, size = (1, shape[1]) if kind == 0 else (3, shape[3])
         return QuantizedArray(rows, int4, shape, scales, zeros, axis=axis, group_size=size)
 
     def _group_factors(
@@ -143,10 +143,10 @@ class KVCacheSlab:
         halves = self._buffer.array((2, num_layers, num_blocks, part_bytes // 2), np.float16)
         halves = halves[..., row_bytes // 2 :]
         factors = []
-        for which, columns in ((0, head_dim), (1, size)):
-            both = halves[which, ..., : 2 * heads * columns]
+        for kind, columns in ((0, head_dim), (1, size)):
+            both = halves[kind, ..., : 2 * heads * columns]
             both = both.reshape(num_layers, num_blocks, 2, heads, columns)
-            if which == 0:
+            if kind == 0:
                 pair = both[:, :, 0, None], both[:, :, 1, None]
             else:
                 pair = (
@@ -195,8 +195,8 @@ class KVCacheSlab:
         if ring is not None:
             staged_ring = host.hold_ring(self._ring_bits[:, :, ring])
         if not is_gpu_array(self._words):
-            for piece, words in self._pieces(blocks, host):
-                self._words.take(piece, axis=1, out=words)
+            for chunk, words in self._chunks(blocks, host):
+                self._words.take(chunk, axis=1, out=words)
             return host
         with self._copy_stream() as stream:
             try:
@@ -204,9 +204,9 @@ class KVCacheSlab:
                     _copy_async(
                         host.ring.ctypes.data, staged_ring.data.ptr, staged_ring.nbytes, stream
                     )
-                for piece, words in self._pieces(blocks, host):
+                for chunk, words in self._chunks(blocks, host):
                     staged = self._staging[: words.size].reshape(words.shape)
-                    self._words.take(namespace(staged).asarray(piece), axis=1, out=staged)
+                    self._words.take(namespace(staged).asarray(chunk), axis=1, out=staged)
                     _copy_async(words.ctypes.data, staged.data.ptr, words.nbytes, stream)
             finally:
                 self._mark(host, stream)
@@ -219,16 +219,16 @@ class KVCacheSlab:
             self.wait(host)
             self._ring_bits[:, :, ring] = namespace(self._ring_bits).asarray(host.ring)
         if not is_gpu_array(self._words):
-            for piece, words in self._pieces(blocks, host):
-                self._words[:, piece] = words
+            for chunk, words in self._chunks(blocks, host):
+                self._words[:, chunk] = words
             return
         try:
             with self._copy_stream() as stream:
                 try:
-                    for piece, words in self._pieces(blocks, host):
+                    for chunk, words in self._chunks(blocks, host):
                         staged = self._staging[: words.size].reshape(words.shape)
                         _copy_async(staged.data.ptr, words.ctypes.data, words.nbytes, stream)
-                        self._words[:, namespace(staged).asarray(piece)] = staged
+                        self._words[:, namespace(staged).asarray(chunk)] = staged
                 finally:
                     self._mark(host, stream)
         finally:
@@ -247,16 +247,16 @@ class KVCacheSlab:
         host.arrived = stream.record()
         self._in_flight.append(host)
 
-    def _pieces(
+    def _chunks(
         self, blocks: Sequence[int], host: HostBlocks
     ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         """Chunks of blocks that fit in the staging memory, each with its range of host memory."""
         numbers = np.asarray(blocks, np.int64)
         num_parts, _, part_words = self._words.shape
         for begin in range(0, len(numbers), self._blocks_at_once):
-            piece = numbers[begin : begin + self._blocks_at_once]
-            first, size = begin * num_parts * part_words, piece.size * num_parts * part_words
-            yield piece, host.words[first : first + size].reshape(num_parts, -1, part_words)
+            chunk = numbers[begin : begin + self._blocks_at_once]
+            first, size = begin * num_parts * part_words, chunk.size * num_parts * part_words
+            yield chunk, host.words[first : first + size].reshape(num_parts, -1, part_words)
 
     def _copy_stream(self) -> Any:
         """The stream of all copies to and from the host, which share the staging memory.

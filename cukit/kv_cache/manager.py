@@ -127,7 +127,7 @@ class KVCacheManager:
             num_rings if dtype is int4 else 0, np.dtype(recent_dtype),
         )  # fmt: skip
         self._packs = dtype is int4
-        self._open: dict[int, int] = {}
+        self._ring_of_block: dict[int, int] = {}
         """The ring buffer of each block that is not packed yet."""
         self._free_rings = deque(range(num_rings if dtype is int4 else 0))
         self.num_blocks, self.block_size = sizes[1], sizes[2]
@@ -135,7 +135,7 @@ class KVCacheManager:
         self._free = deque(range(self.num_blocks))
         self._references = [0] * self.num_blocks
         self._sequences: dict[Hashable, _Sequence] = {}
-        self._leaving: dict[int, HostBlocks] = {}
+        self._copying_to_host: dict[int, HostBlocks] = {}
         """Free blocks whose copy to the host may still be in progress."""
         self._prompt_tokens = self._cached_tokens = self._evicted_blocks = 0
 
@@ -192,7 +192,7 @@ class KVCacheManager:
         last = [len(sequence.tokens) - 1 for sequence in sequences]
         blocks = [sequence.blocks[-1] for sequence in sequences]
         if self._packs:
-            blocks = [self._open[block] for block in blocks]
+            blocks = [self._ring_of_block[block] for block in blocks]
         return np.asarray(blocks, np.int64) * size + np.asarray(last, np.int64) % size
 
     def pack(self) -> int:
@@ -208,12 +208,12 @@ class KVCacheManager:
             for sequence in self._sequences.values()
             if sequence.blocks
             and len(sequence.tokens) % self.block_size == 0
-            and sequence.blocks[-1] in self._open
+            and sequence.blocks[-1] in self._ring_of_block
         )
-        self.slab.pack([self._open[block] for block in full], [*full])
+        self.slab.pack([self._ring_of_block[block] for block in full], [*full])
         with Uninterrupted():
             for block in full:
-                self._free_rings.append(self._open.pop(block))
+                self._free_rings.append(self._ring_of_block.pop(block))
         return len(full)
 
     def publish(self, request: Hashable) -> int:
@@ -232,7 +232,7 @@ class KVCacheManager:
             raise ConfigError(f"fork: the request {new_request!r} exists already")
         twin = _Sequence(sequence.tokens[:], sequence.salt, sequence.priority)
         twin.blocks = sequence.blocks[:]
-        self._hold(twin, sequence.node)
+        self._acquire(twin, sequence.node)
         self._sequences[new_request] = twin
 
     def free(self, request: Hashable, *, keep: bool = True) -> None:
@@ -240,7 +240,7 @@ class KVCacheManager:
         check_flag("free", "keep", keep)
         sequence = self._known("free", request)
         if sequence.running:
-            self._stop(sequence, keep=keep)
+            self._release_all(sequence, keep=keep)
         del self._sequences[request]
 
     # Preemption -----------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ class KVCacheManager:
         if by == "swap":
             self.swap_blocks_to_cpu(request)
         else:
-            self._stop(self._running("preempt", request), keep=True)
+            self._release_all(self._running("preempt", request), keep=True)
 
     def resume(self, request: Hashable) -> int:
         """Assigns blocks to a preempted request again; returns how many of its leading tokens have
@@ -276,12 +276,13 @@ class KVCacheManager:
         """
         sequence = self._running("swap_blocks_to_cpu", request)
         last = sequence.blocks[-1] if sequence.blocks else -1
-        host = self.slab.to_host(sequence.blocks, self._open.get(last))
-        leaving = sequence.blocks
+        host = self.slab.to_host(sequence.blocks, self._ring_of_block.get(last))
+        blocks = sequence.blocks
         with Uninterrupted():
             sequence.host = host
-            self._stop(sequence, keep=False)
-            self._leaving.update((block, host) for block in leaving if not self._references[block])
+            self._release_all(sequence, keep=False)
+            freed = (block for block in blocks if not self._references[block])
+            self._copying_to_host.update((block, host) for block in freed)
         return host.nbytes
 
     def swap_blocks_from_cpu(self, request: Hashable) -> int:
@@ -299,11 +300,13 @@ class KVCacheManager:
                 self._check_rings("swap_blocks_from_cpu", int(host.ring is not None))
                 blocks = self._take("swap_blocks_from_cpu", self._blocks_for(len(sequence.tokens)))
                 if host.ring is not None:
-                    self._open_blocks("swap_blocks_from_cpu", blocks[-1:])
-            self.slab.from_host(host, blocks, self._open.get(blocks[-1]) if blocks else None)
+                    self._assign_rings("swap_blocks_from_cpu", blocks[-1:])
+            self.slab.from_host(
+                host, blocks, self._ring_of_block.get(blocks[-1]) if blocks else None
+            )
             with Uninterrupted():
                 root, _ = self._tree.match(b"", sequence.salt)
-                self._hold(sequence, root)
+                self._acquire(sequence, root)
                 sequence.blocks.extend(blocks)
                 sequence.host = None
         except BaseException:
@@ -318,11 +321,11 @@ class KVCacheManager:
     def keys(self, layer: int) -> Any:
         """The keys of a layer, [num_blocks, block_size, num_heads_kv, head_dim], as a view of the
         slab: an array, or a QuantizedArray."""
-        return self.slab.part(0, layer)
+        return self.slab.layer_cache(0, layer)
 
     def values(self, layer: int) -> Any:
         """The values of a layer; see `keys`."""
-        return self.slab.part(1, layer)
+        return self.slab.layer_cache(1, layer)
 
     def recent_keys(self, layer: int) -> Array:
         """int4: a layer's ring buffers of keys, [num_rings, block_size, num_heads_kv, head_dim], a
@@ -340,7 +343,10 @@ class KVCacheManager:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """int4: rings and packed_lens of requests, int32 on the host; see :class:`RecentKV`."""
         sequences = [self._running("recent", request) for request in requests]
-        rings = [self._open.get(each.blocks[-1], -1) if each.blocks else -1 for each in sequences]
+        rings = [
+            self._ring_of_block.get(each.blocks[-1], -1) if each.blocks else -1
+            for each in sequences
+        ]
         packed = [self._packed_tokens(sequence) for sequence in sequences]
         return np.asarray(rings, np.int32), np.asarray(packed, np.int32)
 
@@ -421,11 +427,11 @@ class KVCacheManager:
                 references[block] += 1
         assert references == self._references
         assert sorted(self._free) == [b for b, count in enumerate(references) if not count]
-        assert not self._leaving.keys() - set(self._free)
+        assert not self._copying_to_host.keys() - set(self._free)
         lasts = {s.blocks[-1] for s in self._sequences.values() if s.blocks}
-        assert not self._open.keys() - lasts
+        assert not self._ring_of_block.keys() - lasts
         num_rings = 0 if self.slab.recent is None else self.slab.recent.shape[2]
-        assert sorted([*self._free_rings, *self._open.values()]) == list(range(num_rings))
+        assert sorted([*self._free_rings, *self._ring_of_block.values()]) == list(range(num_rings))
 
     # Implementation -------------------------------------------------------------------------------
 
@@ -449,7 +455,7 @@ class KVCacheManager:
         blocks = np.array(sequence.blocks, np.int64)
         if self._packs:
             packed = self._packed_tokens(sequence)
-            ring = self._open.get(sequence.blocks[-1], 0) if sequence.blocks else 0
+            ring = self._ring_of_block.get(sequence.blocks[-1], 0) if sequence.blocks else 0
             slots = ring * self.block_size + positions % self.block_size
             return np.where(positions < packed, -1, slots)
         return blocks[positions // self.block_size] * self.block_size + positions % self.block_size
@@ -461,26 +467,26 @@ class KVCacheManager:
         prefix = sequence.tokens[: most * self.block_size].tobytes()
         node, blocks = self._tree.match(prefix, sequence.salt)
         sequence.blocks.extend(blocks)
-        self._hold(sequence, node)
-        opened = int(self._packs and num_tokens % self.block_size > 0)
+        self._acquire(sequence, node)
+        new_rings = int(self._packs and num_tokens % self.block_size > 0)
         try:
-            self._check_rings(op, opened)  # before cached blocks are evicted
+            self._check_rings(op, new_rings)  # before cached blocks are evicted
             sequence.blocks.extend(self._take(op, self._blocks_for(num_tokens) - len(blocks)))
-            if opened:
-                self._open_blocks(op, sequence.blocks[-1:])
+            if new_rings:
+                self._assign_rings(op, sequence.blocks[-1:])
         except BaseException:
-            self._stop(sequence, keep=False)
+            self._release_all(sequence, keep=False)
             raise
         return len(blocks) * self.block_size
 
-    def _hold(self, sequence: _Sequence, node: Node | None) -> None:
+    def _acquire(self, sequence: _Sequence, node: Node | None) -> None:
         assert node is not None
         for block in sequence.blocks:
             self._references[block] += 1
         self._tree.lock(node)
         sequence.node = node
 
-    def _stop(self, sequence: _Sequence, *, keep: bool) -> None:
+    def _release_all(self, sequence: _Sequence, *, keep: bool) -> None:
         if keep:
             self._publish(sequence)
         assert sequence.node is not None
@@ -515,14 +521,14 @@ class KVCacheManager:
         """Appends tokens to sequences: takes new blocks, copies shared ones (copy on write)."""
         size, references = self.block_size, self._references
         needed = 0
-        opened = 0
+        new_rings = 0
         writers: dict[int, list[_Sequence]] = {}
         for sequence, tokens in zip(sequences, added, strict=True):
             used = len(sequence.tokens)
             needed += -(-(used + len(tokens)) // size) - len(sequence.blocks)
             if self._packs and tokens and used % size == 0:
-                opened += 1
-                if sequence.blocks and sequence.blocks[-1] in self._open:
+                new_rings += 1
+                if sequence.blocks and sequence.blocks[-1] in self._ring_of_block:
                     raise ConfigError(
                         f"{op}: the last block is full but not packed; call pack first"
                     )
@@ -535,17 +541,17 @@ class KVCacheManager:
             for sequence in sharing[: references[block] - 1]
         ]
         if self._packs:
-            self._check_rings(op, opened + len(copying))
+            self._check_rings(op, new_rings + len(copying))
         taken = self._take(op, needed + len(copying))
         if copying:
             copies = [taken.pop() for _ in copying]
             try:
                 self.slab.copy_blocks(copies, [block for _, block in copying])
                 if self._packs:
-                    self._open_blocks(op, copies)
+                    self._assign_rings(op, copies)
                     self.slab.copy_rings(
-                        [self._open[copy] for copy in copies],
-                        [self._open[block] for _, block in copying],
+                        [self._ring_of_block[copy] for copy in copies],
+                        [self._ring_of_block[block] for _, block in copying],
                     )
             except BaseException:
                 self._release([*taken, *copies])
@@ -558,7 +564,7 @@ class KVCacheManager:
             while len(sequence.blocks) * size < len(sequence.tokens):
                 sequence.blocks.append(taken.pop())
                 if self._packs:
-                    self._open_blocks(op, sequence.blocks[-1:])
+                    self._assign_rings(op, sequence.blocks[-1:])
 
     def _take(self, op: str, count: int) -> list[int]:
         """Takes free blocks, with one reference each; evicts cached ones if there are too few."""
@@ -578,9 +584,10 @@ class KVCacheManager:
         taken = [self._free.popleft() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
-        if self._leaving:
-            leaving = [self._leaving.pop(block) for block in taken if block in self._leaving]
-            for host in dict.fromkeys(leaving):
+        if self._copying_to_host:
+            copying = self._copying_to_host
+            hosts = [copying.pop(block) for block in taken if block in copying]
+            for host in dict.fromkeys(hosts):
                 self.slab.wait(host)
         return taken
 
@@ -589,14 +596,14 @@ class KVCacheManager:
             self._references[block] -= 1
             if not self._references[block]:
                 self._free.append(block)
-                if block in self._open:
-                    self._free_rings.append(self._open.pop(block))
+                if block in self._ring_of_block:
+                    self._free_rings.append(self._ring_of_block.pop(block))
 
     # Ring buffers (int4) --------------------------------------------------------------------------
 
     def _packed_tokens(self, sequence: _Sequence) -> int:
         """int4: the number of leading tokens that are not in a ring buffer."""
-        if sequence.blocks and sequence.blocks[-1] in self._open:
+        if sequence.blocks and sequence.blocks[-1] in self._ring_of_block:
             return (len(sequence.blocks) - 1) * self.block_size
         return len(sequence.tokens)
 
@@ -608,12 +615,12 @@ class KVCacheManager:
                 f"{self.slab.recent.shape[2]}; a larger num_rings allows more running requests"
             )
 
-    def _open_blocks(self, op: str, blocks: Iterable[int]) -> None:
+    def _assign_rings(self, op: str, blocks: Iterable[int]) -> None:
         """Assigns a ring buffer to each block."""
         blocks = [*blocks]
         self._check_rings(op, len(blocks))
         for block in blocks:
-            self._open[block] = self._free_rings.popleft()
+            self._ring_of_block[block] = self._free_rings.popleft()
 
     @staticmethod
     def _check_groups(

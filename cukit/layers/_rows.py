@@ -23,11 +23,11 @@ _MAX_SHORT_BYTES = 2048
 _SHORT_ROW_THREADS = 128
 _COPY_BYTES = 16
 """Size of an asynchronous copy to shared memory that bypasses L1."""
-_FEED_THREADS = 1024
+_PERSISTENT_THREADS = 1024
 """Thread budget per SM of kernels that keep one sum per column in registers; with several sums per
 column it is divided by their number."""
-_SHORT_FEED_THREADS = 256
-_FEWEST_AHEAD_THREADS = 128
+_SHORT_PERSISTENT_THREADS = 256
+_MIN_PREFETCH_THREADS = 128
 
 
 REPRESENTATIVE_COLS = (100, 128, 4096)
@@ -126,16 +126,16 @@ def split_row(
 
 
 @cache
-def split_feed_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> RowSplit:
+def split_persistent_row(op: str, cols: int, itemsize: int, vec: int, sums: int) -> RowSplit:
     """The split for a kernel whose blocks make many passes over two tensors and accumulate `sums`
     sums per column; more sums need more registers, hence fewer threads. Raises as
     :func:`split_row`."""
     num_vecs = max(1, cols // vec)
     max_vecs = _MAX_SHORT_VECS if sums == 1 or vec * itemsize < _COPY_BYTES else 3
     if _is_short(cols, itemsize, num_vecs, max_vecs):
-        split = _split_short_row(num_vecs, vec, _SHORT_FEED_THREADS, max_vecs)
+        split = _split_short_row(num_vecs, vec, _SHORT_PERSISTENT_THREADS, max_vecs)
         return replace(split, rows_per_thread=2 if split.vecs_per_thread <= 2 else 1)
-    max_threads = _FEED_THREADS // sums
+    max_threads = _PERSISTENT_THREADS // sums
     if num_vecs <= sums * max_threads:
         split = _split_long_row(op, cols, itemsize, vec, sums, max_threads)
         return replace(split, rows_per_thread=2)
@@ -184,23 +184,23 @@ _STATIC_AND_SYSTEM_BYTES = 4 * KIB
 
 
 @dataclass(frozen=True)
-class PassFeed:
+class RowPrefetch:
     """How blocks with many passes load their rows of two tensors.
 
-    ahead: prefetch the rows of the next pass into shared memory.
+    enabled: prefetch the rows of the next pass into shared memory.
     blocks_per_sm: resident blocks per SM, which limits the registers per thread.
     """
 
-    ahead: bool
+    enabled: bool
     blocks_per_sm: int
 
     def defines(self) -> tuple[tuple[str, int], ...]:
         """The macros of kernels with many passes per block."""
-        return (("AHEAD", self.ahead), ("BLOCKS_PER_SM", self.blocks_per_sm))
+        return (("PREFETCH", self.enabled), ("BLOCKS_PER_SM", self.blocks_per_sm))
 
     def shared_bytes(self, split: RowSplit) -> int:
         """Dynamic shared memory of a block: two tensors, two passes."""
-        if not self.ahead:
+        if not self.enabled:
             return 0
         vectors = split.rows_per_thread * split.vecs_per_thread * split.threads
         return 4 * vectors * _COPY_BYTES
@@ -217,7 +217,7 @@ class NormConfig:
     num_blocks: int
     loads: str | None = None
     """Forward: the cache policy of its inputs."""
-    feed: PassFeed | None = None
+    prefetch: RowPrefetch | None = None
     """Backward, whose blocks make several passes."""
     full: bool = False
     """Backward: whether the split fits the row exactly (RowSplit.fits)."""
@@ -236,27 +236,28 @@ class NormConfig:
         if self.loads is not None:
             defines = (*defines, ("LOADS", self.loads))
         shared_bytes = 0
-        if self.feed is not None:
-            defines = (*defines, *self.feed.defines(), ("FULL", self.full))
-            shared_bytes = self.feed.shared_bytes(self.split)
+        if self.prefetch is not None:
+            defines = (*defines, *self.prefetch.defines(), ("FULL", self.full))
+            shared_bytes = self.prefetch.shared_bytes(self.split)
         source = f"layers/{self.entry}.cu"
         return KernelSpec(source, self.entry, defines, self.split.threads, shared_bytes)
 
 
-def plan_feed(split: RowSplit, access_bytes: int, sums: int, device: Device) -> PassFeed:
+def plan_prefetch(split: RowSplit, access_bytes: int, sums: int, device: Device) -> RowPrefetch:
     """The most resident blocks that registers allow; for long rows, a prefetch of the next pass if
     it fits in shared memory.
 
-    Blocks of short rows have enough loads in flight without it. sums: as in :func:`split_feed_row`.
+    Blocks of short rows have enough loads in flight without it. sums: as in
+    :func:`split_persistent_row`.
     """
     if split.lanes <= _WARP:
-        return PassFeed(False, _FEED_THREADS // 2 // split.threads)
-    blocks = max(1, _FEED_THREADS // sums // split.threads)
-    feed = PassFeed(True, blocks)
+        return RowPrefetch(False, _PERSISTENT_THREADS // 2 // split.threads)
+    blocks = max(1, _PERSISTENT_THREADS // sums // split.threads)
+    prefetch = RowPrefetch(True, blocks)
     room = device.shared_bytes_per_sm // blocks - _STATIC_AND_SYSTEM_BYTES
-    large = split.threads >= _FEWEST_AHEAD_THREADS and access_bytes == _COPY_BYTES
-    fits = large and feed.shared_bytes(split) <= room
-    return feed if fits else replace(feed, ahead=False)
+    large = split.threads >= _MIN_PREFETCH_THREADS and access_bytes == _COPY_BYTES
+    fits = large and prefetch.shared_bytes(split) <= room
+    return prefetch if fits else replace(prefetch, enabled=False)
 
 
 def input_cache(total_bytes: int, device: Device) -> str:

@@ -22,13 +22,13 @@ from cukit.core.scalars import check_flag
 from cukit.layers._rows import (
     REPRESENTATIVE_COLS,
     NormConfig,
-    PassFeed,
+    RowPrefetch,
     RowSplit,
     check_norm,
     input_cache,
-    plan_feed,
+    plan_prefetch,
     rows_and_cols,
-    split_feed_row,
+    split_persistent_row,
     split_row,
 )
 from cukit.reference import norms as reference
@@ -169,20 +169,20 @@ def plan_layer_norm_backward(
     device: Device,
     *,
     split: RowSplit | None = None,
-    feed: PassFeed | None = None,
+    prefetch: RowPrefetch | None = None,
 ) -> NormConfig:
     """The launch configuration of the backward.
 
     A persistent grid fills a quarter to a half of the GPU's thread slots, because the column sums
-    take registers. split, feed: for tuning.
+    take registers. split, prefetch: for tuning.
     """
     sums = 2 if bias else 1
-    split = split or split_feed_row("layer_norm_backward", cols, itemsize, vec, sums)
-    feed = feed or plan_feed(split, vec * itemsize, sums, device)
-    num_blocks = min(split.passes(rows), device.num_sms * feed.blocks_per_sm)
+    split = split or split_persistent_row("layer_norm_backward", cols, itemsize, vec, sums)
+    prefetch = prefetch or plan_prefetch(split, vec * itemsize, sums, device)
+    num_blocks = min(split.passes(rows), device.num_sms * prefetch.blocks_per_sm)
     return NormConfig(
         "layer_norm_backward", dtype, residual, split, num_blocks,
-        feed=feed, full=split.fits(cols), bias=bias,
+        prefetch=prefetch, full=split.fits(cols), bias=bias,
     )  # fmt: skip
 
 

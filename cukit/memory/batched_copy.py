@@ -22,7 +22,7 @@ from cukit.core.arrays import (
 from cukit.core.device import Device
 from cukit.core.kernel import NULL, KernelSpec, load_kernel
 from cukit.errors import ArrayLayoutError, ArrayShapeError
-from cukit.memory.slot_grid import plan_slot_planner
+from cukit.memory.slot_grid import slot_planner_spec
 from cukit.reference import memory as reference
 from cukit.registry import register
 
@@ -254,7 +254,7 @@ def _specs(device: Device) -> list[KernelSpec]:
     kinds = ((False, False), (True, False), (False, True))
     return [
         *(plan_batched_copy(ordered, planned) for ordered, planned in kinds),
-        plan_slot_planner(),
+        slot_planner_spec(),
     ]
 
 

@@ -35,7 +35,7 @@ class History:
         """Oldest first."""
         return list(self._events)
 
-    def moment(self) -> tuple[list[Event], list[Range]]:
+    def events_and_ranges(self) -> tuple[list[Event], list[Range]]:
         """The events, and the ranges after the last event.
 
         If other threads change the pool during each of 1000 attempts, the ranges may be newer.
@@ -50,7 +50,7 @@ class History:
 
     def timeline(self) -> list[Sample]:
         """The pool after each recorded event, oldest first."""
-        return timeline(*self.moment(), remaps=self._pool.provider.can_remap)
+        return timeline(*self.events_and_ranges(), remaps=self._pool.provider.can_remap)
 
     def close(self) -> None:
         """Stops recording. Recorded events stay available."""

@@ -88,7 +88,7 @@ def fits(grid: Grid, num_rows: int, num_walls: int) -> bool:
 
 
 @cache
-def plan_slot_planner() -> KernelSpec:
+def slot_planner_spec() -> KernelSpec:
     """The kernel; a single thread block plans 2048 buffers in a few microseconds."""
     defines = (
         ("THREADS", _THREADS),

@@ -29,7 +29,7 @@ def snapshot(pool: MemoryPool, history: History | None = None) -> dict[str, Any]
     check_pool("snapshot", pool)
     if history is not None and not isinstance(history, History):
         raise ConfigError(f"snapshot: history must be a History or None, got {history!r}")
-    events, ranges = history.moment() if history else ([], pool.ranges())
+    events, ranges = history.events_and_ranges() if history else ([], pool.ranges())
     remaps = pool.provider.can_remap
     content = describe(ranges, events, device=pool.provider.device_id, remaps=remaps)
     return content | {"statistics": describe_statistics(pool.statistics())}

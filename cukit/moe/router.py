@@ -43,7 +43,7 @@ _GRADIENT_PARAMETERS = parameter_structs("moe/parameters.cuh")["RouterGradientPa
 _SCORINGS = {"softmax": "Softmax", "sigmoid": "Sigmoid"}
 _MAX_CHOICES = 32
 """Maximum choices per token: each lane of a warp holds one."""
-_WHOLE_TOKENS = 16
+_SINGLE_LAUNCH_TOKENS = 16
 """The most tokens that one block routes and orders in a single launch."""
 _FEW_TOKENS = 4
 _FEW_BINS = 128
@@ -200,7 +200,7 @@ def topk_router_backward(
             balance_slope=grad_balance_loss * num_experts / (num_tokens * num_tokens * top_k),
             z_slope=grad_z_loss * 2 / num_tokens,
         )
-        launch(*arrays, grad_logits, then=(parameters,))
+        launch(*arrays, grad_logits, trailing_args=(parameters,))
     return grad_logits
 
 
@@ -215,7 +215,7 @@ class RouterConfig:
     renormalize: bool
     biased: bool
     losses: bool
-    whole: bool
+    single_launch: bool
     """Whether one block routes and orders all tokens."""
     blocks_per_sm: int
     """Limits the registers: with 2, a thread block of the dependent launch fits on the same SM."""
@@ -226,9 +226,9 @@ class RouterConfig:
             *self.order.defines(),
             *_scores_defines(self.dtype, self.vec, self.scoring, self.renormalize, self.losses),
             ("BIASED", self.biased),
-            ("WHOLE", self.whole),
+            ("SINGLE_LAUNCH", self.single_launch),
             ("BLOCKS_PER_SM", self.blocks_per_sm),
-            ("MAX_CHOICES", _WHOLE_TOKENS * _MAX_CHOICES),
+            ("MAX_CHOICES", _SINGLE_LAUNCH_TOKENS * _MAX_CHOICES),
         )
         return KernelSpec("moe/topk_router.cu", "topk_router", defines, self.order.threads)
 
@@ -251,14 +251,22 @@ def plan_topk_router(
     """
     # top_k is 1 here: a token chooses an expert at most once, so no count exceeds the tokens.
     order = plan_expert_order(num_tokens, num_experts, num_sms)
-    whole = num_tokens <= _WHOLE_TOKENS
-    if whole:
+    single_launch = num_tokens <= _SINGLE_LAUNCH_TOKENS
+    if single_launch:
         threads = min(order.threads, 32 * _FEW_TOKENS if num_tokens <= _FEW_TOKENS else 512)
         order = OrderConfig(order.bins, threads, max(1, num_tokens), 1)
     vec = min(vec, order.bins // 32)
-    blocks_per_sm = 2 if not whole and order.bins <= _FEW_BINS else 1
+    blocks_per_sm = 2 if not single_launch and order.bins <= _FEW_BINS else 1
     return RouterConfig(
-        order, dtype, vec, _SCORINGS[scoring], renormalize, biased, losses, whole, blocks_per_sm
+        order,
+        dtype,
+        vec,
+        _SCORINGS[scoring],
+        renormalize,
+        biased,
+        losses,
+        single_launch,
+        blocks_per_sm,
     )
 
 
@@ -298,7 +306,7 @@ def _prepare(
     scalars = (routing_parameters(num_tokens, num_experts, top_k, order.chunk, capacity),)
     grid = (order.num_chunks,)
     route = Launch(load_kernel(config.spec()), grid, scalars)
-    if config.whole:
+    if config.single_launch:
         return _Launches(route, None, 1)
     place = Launch(
         load_kernel(order.place_spec(losses, polls=True)),
@@ -421,7 +429,9 @@ def _specs(device: Device) -> list[KernelSpec]:
         )
     ]
     places = [
-        config.order.place_spec(losses=True, polls=True) for config in options if not config.whole
+        config.order.place_spec(losses=True, polls=True)
+        for config in options
+        if not config.single_launch
     ]
     return [config.spec() for config in (*common, *options)] + places
 

@@ -14,13 +14,13 @@ _VECTOR_BYTES = 16
 _WARP = 32
 _THREADS = 256
 _MAX_THREADS = 1024
-_VECTORS = 4
+_VECTORS_IN_FLIGHT = 4
 """16-byte loads that a thread has in flight; fewer do not saturate an H200's bandwidth."""
-_SHARED_VECTORS = 2
-"""Vectors of a small block per thread."""
+_SMALL_BLOCK_VECTORS = 2
+"""Vectors per thread of a small block."""
 _MAX_VECTORS = 8
 """The most vectors of a large block that a thread keeps in registers."""
-_SHARED_TENSOR = 1 << 16
+_MIN_DIVIDED_BLOCK = 1 << 16
 """The fewest values for which a block of values is divided among several thread blocks."""
 _TENSOR_THREADS = 512
 _COLUMN_THREADS = 8
@@ -56,9 +56,9 @@ class QuantizeConfig:
     kernel: `"blocks"`: one pass; `"tensor"`: two launches, in which many thread blocks share each
         block of values; `"columns"`: one launch that reads the values twice.
     team: threads that share a block of values ("columns": adjacent vectors).
-    units: blocks of values per team.
+    blocks_per_team: blocks of values per team.
     items: 16-byte vectors that a thread loads at once.
-    held: whether a block of values is kept in registers.
+    in_registers: whether a block of values is kept in registers.
     num_blocks: thread blocks; for "tensor", per tensor.
     flat: whether blocks of values divide the rows evenly and the codes have no padding.
     """
@@ -68,9 +68,9 @@ class QuantizeConfig:
     aligned: bool
     threads: int
     team: int
-    units: int
+    blocks_per_team: int
     items: int
-    held: bool
+    in_registers: bool
     block: tuple[int, int]
     num_blocks: int
     flat: bool = False
@@ -92,8 +92,8 @@ class QuantizeConfig:
         if self.kernel == "blocks":
             defines += (
                 ("TEAM", self.team),
-                ("UNITS", self.units),
-                ("HELD", int(self.held)),
+                ("BLOCKS_PER_TEAM", self.blocks_per_team),
+                ("IN_REGISTERS", int(self.in_registers)),
                 ("FLAT", int(self.flat)),
                 ("BLOCK_ROWS", self.block[0]),
                 ("BLOCK_COLS", self.block[1]),
@@ -117,15 +117,16 @@ def plan_quantize(
         return _plan_columns(matrices, rounding, values, aligned)
     block_size = matrices.block_rows * matrices.block_cols
     whole = matrices.block_cols == matrices.cols and matrices.rows % matrices.block_rows == 0
-    few = matrices.num_blocks < num_sms and block_size >= _SHARED_TENSOR
+    few = matrices.num_blocks < num_sms and block_size >= _MIN_DIVIDED_BLOCK
     padded = matrices.cols % 2 and rounding.format == "int4" and matrices.block_rows > 1
     if whole and few and not padded and rounding.clip == "absmax":
-        values_per_round = _TENSOR_THREADS * _VECTORS * values
+        values_per_round = _TENSOR_THREADS * _VECTORS_IN_FLIGHT * values
         most = -(-num_sms * 2048 // _TENSOR_THREADS // matrices.num_blocks)
         parts = min(-(-block_size // values_per_round), most)
         return QuantizeConfig(
-            "tensor", rounding, aligned, _TENSOR_THREADS, 1, 1, _VECTORS, False, (0, 0), parts
-        )
+            "tensor", rounding, aligned, _TENSOR_THREADS, 1, 1, _VECTORS_IN_FLIGHT, False,
+            (0, 0), parts,
+        )  # fmt: skip
     return _plan_blocks(matrices, rounding, values, aligned)
 
 
@@ -138,22 +139,24 @@ def _plan_blocks(
     matrices: Matrices, rounding: Rounding, values: int, aligned: bool
 ) -> QuantizeConfig:
     vectors = matrices.block_rows * -(-matrices.block_cols // values)
-    held = True
-    if vectors <= _WARP * _VECTORS:
+    in_registers = True
+    if vectors <= _WARP * _VECTORS_IN_FLIGHT:
         # Several vectors per thread, because computing a scale costs as much as ten values.
-        items = min(_SHARED_VECTORS, vectors)
+        items = min(_SMALL_BLOCK_VECTORS, vectors)
         threads, team = _THREADS, min(_WARP, _power_of_two(-(-vectors // items)))
         items = -(-vectors // team)
-        units = min(team, max(1, _VECTORS // items)) if rounding.clip == "absmax" else 1
+        blocks_per_team = (
+            min(team, max(1, _VECTORS_IN_FLIGHT // items)) if rounding.clip == "absmax" else 1
+        )
     else:
         # For tiles, threads hold fewer vectors than for rows.
-        most = _MAX_VECTORS if matrices.block_rows == 1 else _VECTORS
+        most = _MAX_VECTORS if matrices.block_rows == 1 else _VECTORS_IN_FLIGHT
         wanted = most if vectors <= most * 512 else _MAX_VECTORS
         threads = min(_MAX_THREADS, max(2 * _WARP, _power_of_two(-(-vectors // wanted))))
-        team, units, items = threads, 1, -(-vectors // threads)
+        team, blocks_per_team, items = threads, 1, -(-vectors // threads)
         if items > _MAX_VECTORS:
-            held, items = False, _VECTORS
-    teams = threads // team * units
+            in_registers, items = False, _VECTORS_IN_FLIGHT
+    teams = threads // team * blocks_per_team
     whole_bytes = rounding.format != "int4" or matrices.cols % 2 == 0
     flat = matrices.block_rows == 1 and matrices.cols % matrices.block_cols == 0 and whole_bytes
     tile = matrices.block_rows > 1 and matrices.block_cols != matrices.cols
@@ -162,7 +165,7 @@ def _plan_blocks(
         matrices.block_cols if vectors <= _WARP or tile else 0,
     )
     return QuantizeConfig(
-        "blocks", rounding, aligned, threads, team, units, items, held, block,
+        "blocks", rounding, aligned, threads, team, blocks_per_team, items, in_registers, block,
         -(-matrices.num_blocks // teams),
         flat,
     )  # fmt: skip
@@ -172,12 +175,12 @@ def _plan_columns(
     matrices: Matrices, rounding: Rounding, values: int, aligned: bool
 ) -> QuantizeConfig:
     deep = _THREADS // _COLUMN_THREADS
-    threads = _THREADS if matrices.block_rows <= deep * _VECTORS else 2 * _THREADS
+    threads = _THREADS if matrices.block_rows <= deep * _VECTORS_IN_FLIGHT else 2 * _THREADS
     strips = -(-matrices.cols // (_COLUMN_THREADS * values))
     num_blocks = strips * matrices.blocks_down * matrices.num_matrices
     return QuantizeConfig(
-        "columns", rounding, aligned, threads, _COLUMN_THREADS, 1, _VECTORS, False, (0, 0),
-        num_blocks,
+        "columns", rounding, aligned, threads, _COLUMN_THREADS, 1, _VECTORS_IN_FLIGHT, False,
+        (0, 0), num_blocks,
     )  # fmt: skip
 
 

@@ -233,14 +233,14 @@ def _matrices(
     matrices = matrices_of(shape, block)
     if matrices is None:
         raise ConfigError(
-            f"quantize: axis must name the last axis, the last two or all of them, got blocks of "
-            f"{block} of shape {shape}"
+            "quantize: axis must name the last axis, the axis before it, both, all axes or all but "
+            f"the last, got blocks of shape {block} in an array of shape {shape}"
         )
     shares = matrices.block_cols * dtype.bits % 8 and matrices.block_cols < matrices.cols
     if shares and not in_columns(matrices, clip):
         raise ConfigError(
             f"quantize: groups of {dtype.name} along the last axis must have an even length (or "
-            f"1, with groups of the axis before and clip='absmax'), got {block[-1]}"
+            f"1, if several rows share a scale and clip is 'absmax'), got {block[-1]}"
         )
     return matrices
 

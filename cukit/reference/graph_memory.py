@@ -206,8 +206,8 @@ def memory_write(
     rows = indices[valid]
     given = gates[valid].astype(dtype, copy=False)
     given = xp.where(given < 0, 0, given).astype(dtype, copy=False)
-    totals = _sums_in_any_order(rows, given[:, None], len(memory))[:, 0]
-    sums = _sums_in_any_order(
+    totals = _order_independent_sums(rows, given[:, None], len(memory))[:, 0]
+    sums = _order_independent_sums(
         rows, given[:, None] * values[valid].astype(dtype, copy=False), len(memory)
     )
     result = memory.copy()
@@ -226,7 +226,7 @@ def memory_write(
     return (result, totals) if keep else result
 
 
-def _sums_in_any_order(rows: Array, terms: Array, num_rows: int) -> Array:
+def _order_independent_sums(rows: Array, terms: Array, num_rows: int) -> Array:
     """Sums the terms of each row as fixed-point integers: the order does not affect the result."""
     xp = array_namespace(terms)
     counts = xp.bincount(rows, minlength=num_rows) if len(rows) else xp.zeros(num_rows, int)

@@ -1,4 +1,4 @@
-"""AdamW and the global norm of a list of gradients."""
+"""AdamW, the global norm of a list of gradients, and moving averages of parameters."""
 
 from __future__ import annotations
 

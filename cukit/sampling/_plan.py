@@ -136,11 +136,11 @@ def plan_sample(
         verifies=verifies,
         capacity=0,
     )
-    spreads = draws == "Any" or (draws == "All" and verifies)
-    if spreads and _few_rows(num_rows, vocab_size, device):
-        spread = _spread(streamed, vocab_size)
-        if spread.shared_bytes <= device.shared_bytes_per_block:
-            return spread
+    rereads = draws == "Any" or (draws == "All" and verifies)
+    if rereads and _few_rows(num_rows, vocab_size, device):
+        clustered = _cluster_per_row(streamed, vocab_size)
+        if clustered.shared_bytes <= device.shared_bytes_per_block:
+            return clustered
     alone = num_rows <= device.num_sms or draws == "Any"
     if alone and vocab_size > _SMALL_SHARE and vec <= _LIGHT_ACCESS and not penalized:
         streamed = replace(streamed, threads=_FULL_BLOCK)
@@ -160,7 +160,7 @@ def _few_rows(num_rows: int, vocab_size: int, device: Device) -> bool:
     )
 
 
-def _spread(streamed: SampleConfig, vocab_size: int) -> SampleConfig:
+def _cluster_per_row(streamed: SampleConfig, vocab_size: int) -> SampleConfig:
     """A cluster per row, which keeps the row in shared memory."""
     cluster = 1
     while cluster < _LARGEST_CLUSTER and vocab_size > 2 * _SMALL_SHARE * cluster:

@@ -169,7 +169,7 @@ def sample(
             top_tokens,
             top_logprobs,
             NULL,
-            then=(pack_options(options, prepared.config, batch, vocab_size, logprobs),),
+            trailing_args=(pack_options(options, prepared.config, batch, vocab_size, logprobs),),
         )
     return Sample(tokens, drawn, top_tokens, top_logprobs)
 

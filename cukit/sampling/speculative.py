@@ -119,7 +119,7 @@ def speculative_verify(
             NULL,
             NULL,
             accepted,
-            then=(parameters,),
+            trailing_args=(parameters,),
         )
         prepared.collect(drawn, accepted, tokens, num_accepted)
     return Verified(tokens, num_accepted)

@@ -223,7 +223,7 @@ def _attention_layer(module: nn.Module) -> tuple[Callable[..., Any], Callable[..
         weight = torch.cat([functional.autocast(each.weight) for each in layers])
         x = functional.autocast(hidden_states)
         given = x, weight, *_rope_tables(cos, sin), heads_q
-        if attention_mask is None and _attends_plainly(layer, kwargs):
+        if attention_mask is None and _uses_only_causal_and_scale(layer, kwargs):
             causal = bool(getattr(layer, "is_causal", True))
             out = _RotatedAttention.apply(*given, causal, layer.scaling)
             return layer.o_proj(out.reshape(*x.shape[:-1], -1)), None
@@ -245,7 +245,7 @@ def _attention_layer(module: nn.Module) -> tuple[Callable[..., Any], Callable[..
     return forward, projected
 
 
-def _attends_plainly(layer: Any, options: dict[str, Any]) -> bool:
+def _uses_only_causal_and_scale(layer: Any, options: dict[str, Any]) -> bool:
     """Whether attention_forward would pass only causality and scale to flash_attention."""
     if layer.config._attn_implementation != _ATTENTION:
         return False

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cukit.errors import ConfigError
-from cukit.torch import _table as _table  # defines the operators
+from cukit.torch import _operator_definitions as _operator_definitions
 from cukit.torch._checks import refuse_gradient
 
 Window = tuple[int | None, int | None]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cukit.torch._checks import refuse_gradient
-from cukit.torch._table import HEAD_LOSSES, LOSSES, NOT_OPTIONS, Loss
+from cukit.torch._operator_definitions import HEAD_LOSSES, LOSSES, NOT_OPTIONS, Loss
 
 TEACHER = (
     "a teacher gets no gradient; run it under torch.no_grad(), freeze it with "

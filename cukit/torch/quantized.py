@@ -13,9 +13,9 @@ import cukit
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ConfigError
 from cukit.gemm.quantized.weight_only_layout import WeightDescription, pack_weight
-from cukit.torch import _table as _table  # defines the operators
+from cukit.torch import _operator_definitions as _operator_definitions
 from cukit.torch._arrays import as_array, as_tensor, on_current_stream
-from cukit.torch._table import packed_weight
+from cukit.torch._operator_definitions import packed_weight
 
 _BITS = {8: cukit.int8, 4: cukit.int4}
 _GROUPS = (32, 64, 128)

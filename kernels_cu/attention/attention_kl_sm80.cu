@@ -8,8 +8,8 @@
 // both models have the same masks. A query without a visible key has a divergence of 0.
 // Papers: Wang et al., MiniLM, arXiv:2002.10957 (the loss); Dao, "FlashAttention-2",
 //   arXiv:2307.08691, after Milakov and Gimelshein, arXiv:1805.02867 (the sums).
-// Mapping, shared memory: query_pairs_sm80.cuh, the student's arrays as q and k, the teacher's as
-//   grad_out and v. A warp keeps two maxima and four sums of each of its 16 rows in registers
+// Mapping, shared memory: query_key_loop_sm80.cuh, the student's arrays as q and k, the teacher's
+//   as grad_out and v. A warp keeps two maxima and four sums of each of its 16 rows in registers
 //   (kl_rows.cuh).
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|96|128|256 and VALUE_DIM, of the teacher; PADDED,
 //   VALUE_PADDED; TILE_M = 16 * warps; TILE_N multiple of 16; THREADS; BLOCKS_PER_SM; DISTILL 1;
@@ -18,7 +18,7 @@
 // Reference: cukit/reference/attention_kl.py.
 #include "attention/kl_rows.cuh"
 #include "attention/parameters.cuh"
-#include "attention/query_pairs_sm80.cuh"
+#include "attention/query_key_loop_sm80.cuh"
 #include "common/platform.cuh"
 #include "common/scores/fragment_options.cuh"
 #include "common/scores/score_options.cuh"
@@ -43,29 +43,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) attention_k
     const __grid_constant__ cukit::QueryGradientParameters params) {
   const cukit::ScoreSettings& settings = params.settings;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
-  const cukit::QueryPairs pairs(params, cu_seqlens_q, cu_seqlens_kv);
-  if (VARLEN && pairs.rows_left <= 0) return;
-  const cukit::HeadScores options({}, settings, pairs.b, pairs.head, pairs.sequence);
+  const cukit::QueryKeyLoop loop(params, cu_seqlens_q, cu_seqlens_kv);
+  if (VARLEN && loop.rows_left <= 0) return;
+  const cukit::HeadScores options({}, settings, loop.b, loop.head, loop.sequence);
   const cukit::KlRowArrays arrays{known_t, known_s, kl, lse_t, lse_s};
-  const int row = pairs.lane_row();
+  const int row = loop.lane_row();
   const long long first =
-      cukit::row_statistics(pairs.b, pairs.head, params.heads_q, pairs.sequence, settings) + row;
-  const int rows_left = pairs.sequence.seq_q - row;
+      cukit::row_statistics(loop.b, loop.head, params.heads_q, loop.sequence, settings) + row;
+  const int rows_left = loop.sequence.seq_q - row;
   cukit::KlRows rows(arrays, first, rows_left, params.teacher_scale_log2, params.scale_log2);
-  const auto add_tile = [&](const cukit::QueryPairs::Tile& tile) {
-    cukit::QueryPairs::Scores s, t;
-    const auto hide = [&](cukit::QueryPairs::Scores& scores) {
+  const auto add_tile = [&](const cukit::QueryKeyLoop::Tile& tile) {
+    cukit::QueryKeyLoop::Scores s, t;
+    const auto apply_mask = [&](cukit::QueryKeyLoop::Scores& scores) {
       if (tile.unmasked) return;
       cukit::apply_options(cukit::flat(scores[0]), tile.at, options, 1.0f, settings, false,
-                           tile.ends);
+                           tile.crosses_last_key);
       cukit::make_finite(cukit::flat(scores[0]));
     };
     tile.multiply_first(s);
-    hide(s);
+    apply_mask(s);
     tile.multiply_second(t);
-    hide(t);
+    apply_mask(t);
     rows.add(cukit::flat(t[0]), cukit::flat(s[0]));
   };
-  pairs.for_each_tile(shared, q_s, k_s, k_t, q_t, options.causal_offset, add_tile);
+  loop.for_each_tile(shared, q_s, k_s, k_t, q_t, options.causal_offset, add_tile);
   rows.finish(arrays, first, rows_left);
 }

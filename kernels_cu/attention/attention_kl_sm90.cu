@@ -120,9 +120,9 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
         q_state.advance();
       }
     };
-    const auto hide = [&](Products& products) {
+    const auto apply_mask = [&](Products& products) {
       if (visible.unmasked(tile)) return;
-      cukit::hide_keys(products, {row, tile * TILE_N + lane_column}, causal_offset, seq_kv,
+      cukit::mask_keys(products, {row, tile * TILE_N + lane_column}, causal_offset, seq_kv,
                        settings);
       cukit::make_finite(products);
     };
@@ -136,11 +136,11 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
         issue_student();
         cukit::wgmma_wait<1>(t);
         release_teacher();
-        hide(t);
+        apply_mask(t);
         if constexpr (!PRECISE) rows.add_teacher(t);
         cukit::wgmma_wait<0>(s);
         release_student();
-        hide(s);
+        apply_mask(s);
         if constexpr (PRECISE) {
           rows.add_precise(t, s);
         } else {
@@ -154,11 +154,11 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::KlR
 #pragma unroll 1
       for (;;) {
         issue_student();
-        hide(t);
+        apply_mask(t);
         rows.add_teacher(t);
         cukit::wgmma_wait<0>(s);
         release_student();
-        hide(s);
+        apply_mask(s);
         rows.add_cross(t, s);
         if (--tile < visible.begin) break;
         issue_teacher();

@@ -105,9 +105,9 @@ CUKIT_DEVICE PipelineState<kAdders> staging_state(const PipelineState<STAGES>& s
 
 // One warp: adds every kAdders-th tile of dQ; while its copy completes, another adder takes the
 // next tile.
-CUKIT_DEVICE void add_up(Shared& shared, const Tiles& tiles, const Work& work,
-                         const ScoreSettings& settings, float* grad_q_sum, int* counters, int adder,
-                         States& states) {
+CUKIT_DEVICE void run_adder(Shared& shared, const Tiles& tiles, const Work& work,
+                            const ScoreSettings& settings, float* grad_q_sum, int* counters,
+                            int adder, States& states) {
   const bool first_lane = threadIdx.x % kWarpSize == 0;
   Position position(work);
 #pragma unroll 1
@@ -213,9 +213,9 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
       }
       Packed ds;
 #if DISTILL
-      weigh(s, lse, scale_log2);
+      exponentiate_unrounded(s, lse, scale_log2);
       wgmma_wait<0>(dp);
-      hide(dp, work, key, tile.first_query);
+      mask_tile(dp, work, key, tile.first_query);
       subtract(dp, s, shared.delta[state.index] + lane_column, teacher_scale_log2);
 #else
       if constexpr (!kExponentialsFirst) exponentiate(s, packed, lse, ds_rows, tile, scale_log2);
@@ -235,7 +235,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
       const auto stage_dq = [&] {
         shared.sums.read.wait_previous(staging_state(now));
         stage_blocks(staging, dq);
-        hand_to_adder(shared.sums, sum_state(now));
+        signal_adder(shared.sums, sum_state(now));
       };
       const bool last = ++step == steps;
       if constexpr (kTransposed) {
@@ -300,7 +300,7 @@ CUKIT_DEVICE void accumulate(Shared& shared, const Tiles& tiles, const ConsumerW
   }
   Results results = make_results();
 #if ROPE
-  turn_back(dk, results, key);
+  rotate_back(dk, results, key);
 #endif
   store<PADDED>(results.k, dk, results.keys_left, key, 0);
 #if !DISTILL

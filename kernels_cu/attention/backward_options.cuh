@@ -6,7 +6,7 @@
 // Macros: TILE_M, TILE_N, those of score_options.cuh.
 #pragma once
 
-#include "attention/backward_walk.cuh"
+#include "attention/backward_pipelines.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/ldmatrix.cuh"
 #include "common/ptx/movmatrix.cuh"
@@ -255,14 +255,14 @@ CUKIT_DEVICE void add_bias(Scores& scores, const ScoreKeys& slopes, const TileSc
 
 // MASK: -infinity where the byte is 0. A lane holds sixteen keys of one query; ballots give each
 // lane the bits of 32 queries for each of the two keys of its scores.
-CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Prefetched& prefetched) {
+CUKIT_DEVICE void apply_mask(Scores& scores, const TileScores& tile, Prefetched& prefetched) {
 #if MASK
   if constexpr (!kPrefetchMask) prefetched.load_mask(tile);
   const int lane = threadIdx.x % kWarpSize;
   const HeadScores& head = tile.head;
 #pragma unroll
   for (int part = 0; part < TILE_M / kWarpSize; ++part) {
-    unsigned seen[2] = {};
+    unsigned visible[2] = {};
     if (prefetched.has_mask) {
       const uint4& read = prefetched.mask[part];
       const unsigned words[4] = {read.x, read.y, read.z, read.w};
@@ -270,7 +270,7 @@ CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Prefetched
       for (int key = 0; key < kWarpKeys; ++key) {
         const unsigned queries =
             __ballot_sync(kFullMask, (words[key / 4] & 0xffu << key % 4 * 8) != 0);
-        if (lane / 4 == key % 8) seen[key / 8] = queries;
+        if (lane / 4 == key % 8) visible[key / 8] = queries;
       }
     } else {
       const int query = min(tile.first_query + part * kWarpSize + lane, head.seq_q - 1);
@@ -283,12 +283,12 @@ CUKIT_DEVICE void hide_masked(Scores& scores, const TileScores& tile, Prefetched
           const unsigned queries =
               __ballot_sync(kFullMask, tile.first_key + key < head.seq_kv &&
                                            row[key * tile.settings.mask_column] != 0);
-          if (lane / 4 == key % 8) seen[half] = queries;
+          if (lane / 4 == key % 8) visible[half] = queries;
         }
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const unsigned own = seen[half] >> lane % 4 * 2;
+      const unsigned own = visible[half] >> lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < kWarpSize / 8; ++n)
 #pragma unroll

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "attention/backward_options.cuh"
-#include "attention/backward_walk.cuh"
+#include "attention/backward_pipelines.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/pack.cuh"
 #include "common/ptx/stmatrix.cuh"
@@ -135,7 +135,7 @@ CUKIT_DEVICE void differentiate(Scores& dp, const Packed& p, const float* delta,
 
 #if DISTILL
 // P = exp2(score - lse), in place, unrounded.
-CUKIT_DEVICE void weigh(Scores& scores, const float* lse, float scale_log2) {
+CUKIT_DEVICE void exponentiate_unrounded(Scores& scores, const float* lse, float scale_log2) {
 #pragma unroll
   for (int n = 0; n < TILE_M / 8; ++n) {
     const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * n);
@@ -175,7 +175,7 @@ CUKIT_DEVICE void pack_scores(Packed& packed, const Scores& scores) {
 
 // Masks a tile's scores by length, CAUSAL and WINDOW. `key`: the lane's first key, counted from the
 // block's first key.
-CUKIT_DEVICE void hide(Scores& scores, const ConsumerWork& work, int key, int first_query) {
+CUKIT_DEVICE void mask_tile(Scores& scores, const ConsumerWork& work, int key, int first_query) {
   const int right = CAUSAL ? 0 : work.settings.window_right;
   const int left = work.settings.window_left;
   if (work.keys_left < TILE_N ||
@@ -191,8 +191,8 @@ CUKIT_DEVICE void hide(Scores& scores, const ConsumerWork& work, int key, int fi
 CUKIT_DEVICE void prepare(Scores& scores, const ScoreKeys& slopes, const ConsumerWork& work,
                           const TileScores& tile, Prefetched& prefetched, int key,
                           float scale_log2) {
-  if constexpr (MASK) hide_masked(scores, tile, prefetched);
-  hide(scores, work, key, tile.first_query);
+  if constexpr (MASK) apply_mask(scores, tile, prefetched);
+  mask_tile(scores, work, key, tile.first_query);
   if constexpr (BIAS) add_bias(scores, slopes, tile, prefetched, scale_log2);
 }
 
@@ -217,7 +217,7 @@ struct Results {
 // columns away, in the same thread. dK is multiplied by its factor and rounded before the rotation,
 // as it is if a separate kernel rotates it.
 template <int N>
-CUKIT_DEVICE void turn_back(float (&gradient)[N], Results& results, int first_row) {
+CUKIT_DEVICE void rotate_back(float (&gradient)[N], Results& results, int first_row) {
   const int lane_column = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -13,7 +13,7 @@
 // Macros: HEAD_DIM, TILE_M, TILE_N, CAUSAL, DETERMINISTIC.
 #pragma once
 
-#include "attention/backward_walk.cuh"
+#include "attention/backward_pipelines.cuh"
 #include "attention/query_gradient.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/global_order.cuh"
@@ -34,7 +34,7 @@ CUKIT_DEVICE void stage_blocks(unsigned char* staging, const float (&dq)[N]) {
 }
 
 // Signals the adder that this warp has staged its part.
-CUKIT_DEVICE void hand_to_adder(Sums& sums, const PipelineState<kAdders>& state) {
+CUKIT_DEVICE void signal_adder(Sums& sums, const PipelineState<kAdders>& state) {
   fence_proxy_async();
   __syncwarp();
   sums.staged.arrive_warp(state);
@@ -47,8 +47,8 @@ CUKIT_DEVICE int turn_of(const Work& work, const ScoreSettings& settings, int ti
   const int key_tile = work.first_key / TILE_N;
   if (!CAUSAL && !WINDOW) return key_tile;
   const int right = CAUSAL ? 0 : settings.window_right;
-  const int last_seen = (tile * TILE_M + TILE_M - 1 + work.causal_offset + right) / TILE_N;
-  return min(work.key_tiles - 1, last_seen) - key_tile;
+  const int last_visible = (tile * TILE_M + TILE_M - 1 + work.causal_offset + right) / TILE_N;
+  return min(work.key_tiles - 1, last_visible) - key_tile;
 }
 
 // An adder's access to a tile of the sum. Waiting for other blocks cannot deadlock: they started

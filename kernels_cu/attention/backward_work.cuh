@@ -5,10 +5,10 @@
 // VARLEN: plan_sequences.cu has sorted the sequences, those with the most queries first, and
 // computed prefix sums of their tiles of keys.
 //
-// Macros: those of backward_walk.cuh; DETERMINISTIC 0|1.
+// Macros: those of backward_pipelines.cuh; DETERMINISTIC 0|1.
 #pragma once
 
-#include "attention/backward_walk.cuh"
+#include "attention/backward_pipelines.cuh"
 #include "attention/block_order.cuh"
 #include "attention/parameters.cuh"
 #include "attention/scratch_rows.cuh"
@@ -45,11 +45,12 @@ struct KeyProblem {
       work.batch = order[place];
       sequence = sequence_of(work.batch, cu_seqlens_q, cu_seqlens_kv, 0, 0);
       work.key_tiles = (sequence.seq_kv + TILE_N - 1) / TILE_N;
-      found = head_tile(ticket - starts[place], call.heads, work.key_tiles, call.section);
+      found = head_tile(ticket - starts[place], call.heads, work.key_tiles,
+                        call.raster_group_heads);
       work.head = found.head;
     } else {
       work.key_tiles = (sequence.seq_kv + TILE_N - 1) / TILE_N;
-      found = head_tile(ticket, call.batch * call.heads, work.key_tiles, call.section);
+      found = head_tile(ticket, call.batch * call.heads, work.key_tiles, call.raster_group_heads);
       work.batch = found.head / call.heads;
       work.head = found.head - work.batch * call.heads;
     }
@@ -81,10 +82,11 @@ struct KeyProblem {
         CAUSAL ? min(work.tiles, max(0, work.first_key - work.causal_offset) / TILE_M) : 0;
     work.end_tile = work.tiles;
     if constexpr (WINDOW || VARLEN) {
-      const TileRange seen = query_tiles<TILE_M>(work.first_key, min(TILE_N, work.keys_left),
-                                                 work.causal_offset, sequence.seq_q, call.settings);
-      work.first_tile = seen.begin;
-      work.end_tile = seen.end;
+      const TileRange visible =
+          query_tiles<TILE_M>(work.first_key, min(TILE_N, work.keys_left), work.causal_offset,
+                              sequence.seq_q, call.settings);
+      work.first_tile = visible.begin;
+      work.end_tile = visible.end;
     }
     work.steps = (work.end_tile - work.first_tile) * call.group;
     work.start_tile = CAUSAL || WINDOW || DETERMINISTIC || work.end_tile == 0

@@ -57,28 +57,28 @@ struct BlockMask {
   // Masks the scores of a fragment's tile (fragment_scores.cuh) that starts at a block boundary or
   // is inside one block: reads the mask once per row and block of keys.
   template <int N, typename Place>
-  CUKIT_DEVICE void hide_whole_blocks(float (&scores)[N], const Place& at) const {
+  CUKIT_DEVICE void mask_whole_blocks(float (&scores)[N], const Place& at) const {
     constexpr int kColumns = 2 * N;
     constexpr int kBlock = BLOCK_KV < kColumns ? BLOCK_KV : kColumns;
     const int first = (at.column - 2 * static_cast<int>(threadIdx.x % 4)) / BLOCK_KV;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int query_block = min(at.row + 8 * half, seq_q - 1) / BLOCK_Q;
-      bool seen[kColumns / kBlock];
+      bool block_visible[kColumns / kBlock];
 #pragma unroll
       for (int block = 0; block < kColumns / kBlock; ++block) {
-        seen[block] = visible(query_block, min(first + block, blocks - 1));
+        block_visible[block] = visible(query_block, min(first + block, blocks - 1));
       }
 #pragma unroll
       for (int n = 0; n < N / 4; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (!seen[8 * n / kBlock]) scores[4 * n + 2 * half + i] = -infinity();
+          if (!block_visible[8 * n / kBlock]) scores[4 * n + 2 * half + i] = -infinity();
         }
     }
   }
 
-  // Whether the mask hides the key from the query; false outside the sequence.
+  // Whether the key is masked for the query; false outside the sequence.
   CUKIT_DEVICE bool operator()(int row, int column) const {
     return row < seq_q && column < seq_kv && !visible(row / BLOCK_Q, column / BLOCK_KV);
   }

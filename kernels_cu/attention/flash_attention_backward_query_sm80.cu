@@ -18,7 +18,7 @@
 // Minimum architecture: sm_80. Accumulates in float in a fixed order: deterministic.
 // Reference: cukit/reference/attention.py.
 #include "attention/parameters.cuh"
-#include "attention/query_pairs_sm80.cuh"
+#include "attention/query_key_loop_sm80.cuh"
 #include "attention/query_rows.cuh"
 #include "attention/scratch_rows.cuh"
 #include "common/platform.cuh"
@@ -52,26 +52,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const __grid_constant__ cukit::QueryGradientParameters params) {
   const cukit::ScoreSettings& settings = params.settings;
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
-  const cukit::QueryPairs pairs(params, cu_seqlens_q, cu_seqlens_kv);
-  if (VARLEN && pairs.rows_left <= 0) return;
-  const cukit::HeadScores options({alibi_slopes, sinks, bias, mask}, settings, pairs.b, pairs.head,
-                                  pairs.sequence);
+  const cukit::QueryKeyLoop loop(params, cu_seqlens_q, cu_seqlens_kv);
+  if (VARLEN && loop.rows_left <= 0) return;
+  const cukit::HeadScores options({alibi_slopes, sinks, bias, mask}, settings, loop.b, loop.head,
+                                  loop.sequence);
   const cukit::QueryRows rows(
       options, settings, params.scale_log2, lse_log2, delta,
-      cukit::scratch_row(pairs.b, pairs.head, params.heads_q, params.rows_per_head,
-                         pairs.sequence.first_q),
-      pairs.lane_row());
+      cukit::scratch_row(loop.b, loop.head, params.heads_q, params.rows_per_head,
+                         loop.sequence.first_q),
+      loop.lane_row());
 
   float dq[1][HEAD_DIM / 8][4];
   cukit::clear(dq);
-  const auto add_tile = [&](const cukit::QueryPairs::Tile& tile) {
-    cukit::QueryPairs::Scores p, dp;
+  const auto add_tile = [&](const cukit::QueryKeyLoop::Tile& tile) {
+    cukit::QueryKeyLoop::Scores p, dp;
     tile.multiply_first(p);
-    rows.weigh(cukit::flat(p[0]), tile.at, tile.unmasked, tile.ends);
+    rows.exponentiate(cukit::flat(p[0]), tile.at, tile.unmasked, tile.crosses_last_key);
     tile.multiply_second(dp);
 #if DISTILL
-    rows.weigh_second(cukit::flat(dp[0]), tile.at, tile.unmasked, tile.ends,
-                      params.teacher_scale_log2);
+    rows.exponentiate_teacher(cukit::flat(dp[0]), tile.at, tile.unmasked, tile.crosses_last_key,
+                              params.teacher_scale_log2);
 #endif
     const auto score_gradient = [&](int e) {
       return rows.gradient(cukit::flat(p[0])[e], cukit::flat(dp[0])[e], e);
@@ -95,12 +95,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
           [&](unsigned(&r)[4], int n, int) { tile.keys(r, 16 * step, 8 * n); });
     }
   };
-  pairs.for_each_tile(shared, q, k, v, grad_out, options.causal_offset, add_tile);
+  loop.for_each_tile(shared, q, k, v, grad_out, options.causal_offset, add_tile);
 
   // Each warp stages its own rows in the memory of the query tile, so that no block-wide barrier is
   // needed.
   const int lane = threadIdx.x % cukit::kWarpSize;
-  const int warp_row = cukit::QueryPairs::warp_row();
+  const int warp_row = cukit::QueryKeyLoop::warp_row();
 #if DISTILL
   const float scale = upstream != nullptr ? params.scale * *upstream : params.scale;
 #else
@@ -117,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
   __syncwarp();
   const long long row_stride = params.grad_q_row;
-  const long long first = VARLEN ? 0 : static_cast<long long>(pairs.b) * params.seq_q;
-  T* to = grad_q + (first + pairs.row_of_q()) * row_stride + pairs.head * params.head_dim;
+  const long long first = VARLEN ? 0 : static_cast<long long>(loop.b) * params.seq_q;
+  T* to = grad_q + (first + loop.row_of_q()) * row_stride + loop.head * params.head_dim;
   cukit::store_tile<16, HEAD_DIM, cukit::kWarpSize, PADDED>(
-      to, row_stride, shared, warp_row, pairs.rows_left, params.head_dim, lane);
+      to, row_stride, shared, warp_row, loop.rows_left, params.head_dim, lane);
 }

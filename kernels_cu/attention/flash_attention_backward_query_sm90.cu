@@ -155,7 +155,7 @@ CUKIT_DEVICE void produce(Shared& shared, const Tiles& tiles, const Maps& maps,
 #pragma unroll 1
         for (int consumer = 0; consumer < kConsumers; ++consumer) {
           // A warpgroup beyond the last query loads the tile's first rows again: no box may be
-          // entirely outside the tensor (backward_walk.cuh).
+          // entirely outside the tensor (backward_pipelines.cuh).
           const int own_row = work.first_row + consumer * cukit::kWarpgroupRows;
           const int row =
               place.first_q + (own_row < work.sequence.seq_q ? own_row : work.first_row);
@@ -251,9 +251,9 @@ CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& til
         v_rows + cukit::warp_uniform(v_state.index) * ValueTile::kStage);
   };
   // Called once the scores are complete: computes the weights P of dS.
-  const auto weigh = [&](Scores& s) {
+  const auto exponentiate = [&](Scores& s) {
     const int key = tile * TILE_N;
-    rows.weigh(s, {row, key + cukit::accumulator_column()}, visible.unmasked(tile),
+    rows.exponentiate(s, {row, key + cukit::accumulator_column()}, visible.unmasked(tile),
                key + TILE_N > work.sequence.seq_kv);
 #pragma unroll
     for (int i = 0; i < TILE_N / 4; ++i) {
@@ -278,7 +278,7 @@ CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& til
     Scores s;
     issue_scores(s);
     cukit::wgmma_wait<0>(s);
-    weigh(s);
+    exponentiate(s);
   }
 #pragma unroll 1
   while (--tile >= visible.begin) {
@@ -292,7 +292,7 @@ CUKIT_DEVICE void accumulate(QueryGradient& dq, Shared& shared, const Tiles& til
     cukit::wgmma_fence();
     multiply_keys(dq, ds, k_columns + now.index * KeyTile::kStage);
     cukit::wgmma_wait<1>(s);
-    weigh(s);
+    exponentiate(s);
     cukit::wgmma_wait<0>(dq);
     shared.k.release(now);
   }

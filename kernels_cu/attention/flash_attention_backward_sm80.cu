@@ -115,7 +115,7 @@ CUKIT_DEVICE void multiply(float (&acc)[MT][NT][4], const Left& left, const Righ
 
 CUKIT_DEVICE cukit::HeadTile key_tile_of(int block, const cukit::MappedKeyParameters& params) {
   const int key_tiles = (params.seq_kv + TILE_N - 1) / TILE_N;
-  return cukit::head_tile(block, params.batch * params.heads, key_tiles, params.section);
+  return cukit::head_tile(block, params.batch * params.heads, key_tiles, params.raster_group_heads);
 }
 
 // The steps of a block: the visible tiles of queries of one query head, then those of the next head
@@ -192,14 +192,14 @@ CUKIT_DEVICE void copy_queries(const Tiles& tiles, int stage, const T* q, const 
 struct TileOptions {
   const cukit::HeadScores& head;
   const cukit::ScoreSettings& settings;
-  bool unmasked, ends;       // see apply_options
-  int lane_query, lane_key;  // of the lane's first score
+  bool unmasked, crosses_last_key;  // see apply_options
+  int lane_query, lane_key;         // of the lane's first score
 
   CUKIT_DEVICE void apply(Scores& scores, float scale_log2) const {
 #pragma unroll
     for (int m = 0; m < kScoreRows / 16; ++m) {
       cukit::apply_options(cukit::flat(scores[m]), {lane_query + 16 * m, lane_key}, head,
-                           scale_log2, settings, unmasked, ends);
+                           scale_log2, settings, unmasked, crosses_last_key);
     }
   }
 
@@ -213,8 +213,8 @@ struct TileOptions {
       const float value = head.score(score, query, key, scale_log2, settings, slope);
       const cukit::Span visible =
           cukit::visible_keys(query, head.causal_offset, head.seq_kv, settings);
-      const bool hidden = !unmasked && head.hidden(visible, query, key, settings);
-      return hidden ? 0.0f : exp2f(value - row_lse);
+      const bool masked = !unmasked && head.masked(visible, query, key, settings);
+      return masked ? 0.0f : exp2f(value - row_lse);
     } else {
       slope = 1.0f;
       return exp2f(fmaf(score, cukit::exponent_factor(scale_log2), -row_lse));

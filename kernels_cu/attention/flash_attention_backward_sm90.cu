@@ -1,5 +1,5 @@
-// Gradients of exact attention for Hopper (wgmma, TMA): dK and dV and, for narrow heads, dQ
-// accumulated in float32.
+// Gradients of exact attention for Hopper (wgmma, TMA): dK and dV and, for narrow heads (HEAD_DIM
+// up to 128), dQ accumulated in float32.
 //
 //   P = exp(scale * Q K^T - lse)      dV = P^T dO      dP = dO V^T
 //   dS = P * (dP - delta)             dK = scale * dS^T Q      dQ = scale * dS K
@@ -13,15 +13,16 @@
 // Mapping: persistent blocks, one per SM. A work item is TILE_N keys of one key head; a block
 //   iterates over the queries of `group` query heads that attend to them, in tiles of TILE_M, and
 //   then takes the next work item (backward_work.cuh). One warp of the producer warpgroup issues
-//   the TMA loads of K, V and, tile by tile, Q and dO (backward_walk.cuh); QUERY_GRADIENT: two more
-//   issue the TMA reductions of dQ (backward_sums.cuh). The two consumer warpgroups are
-//   backward_narrow.cuh for narrow heads, with dQ, and backward_wide.cuh for wide ones, whose dQ
-//   flash_attention_backward_query_sm90 computes. Where key heads alone give too few work items,
-//   `splits` items share the keys of a head, SPLIT is 1 and each writes its own sum in float32
-//   (flash_attention_backward_sum adds the sums).
+//   the TMA loads of K, V and, tile by tile, Q and dO (backward_pipelines.cuh); QUERY_GRADIENT: two
+//   more issue the TMA reductions of dQ (backward_sums.cuh). The two consumer warpgroups run
+//   backward_narrow.cuh for narrow heads and backward_wide.cuh for wide ones, whose dQ
+//   flash_attention_backward_query_sm90 computes. SPLIT: if one work item per tile of keys would
+//   not fill the GPU, `splits` items share the tile. Each processes part of the query heads and
+//   writes its own sums in float32, which flash_attention_backward_sum adds.
 // DETERMINISTIC: work items add to a tile of dQ in a fixed order (backward_sums.cuh), and wait only
-//   for items that started earlier. Otherwise, without a mask, item n of a head starts at query
-//   tile n and wraps around, so that at any time concurrent items add to different rows of dQ.
+//   for items that started earlier. Otherwise, without CAUSAL and WINDOW, item n of a head starts
+//   at query tile n and wraps around, so that at any time concurrent items add to different rows
+//   of dQ.
 // ROPE, narrow heads only: q and k are rotated (layers/rope.cu, not interleaved). The inverse
 //   rotation of each key's position is applied to dK (flash_attention_backward_finish: to dQ).
 // DISTILL, narrow heads only: the gradients of the divergence of two models, as in
@@ -38,14 +39,14 @@
 //   the longest lengths.
 // Macros: DTYPE float16|bfloat16; HEAD_DIM 64|128|192|256 columns of the tiles of Q and K and of V
 //   and dO; PADDED, VALUE_PADDED 0|1 the heads of Q and K, of V and dO are smaller; COLUMNS,
-//   VALUE_COLUMNS (backward_walk.cuh); TILE_M x TILE_N: 128x128 for HEAD_DIM 64; 64x128 or 80x128
-//   for 128, with DISTILL and up to 64 COLUMNS 96x128; 64x64 for 192 and 256; STAGES 2, or 2|3 for
-//   HEAD_DIM 192 and 256; QUERY_GRADIENT 1 up to HEAD_DIM 128, else 0; THREADS = 384; CAUSAL 0|1;
-//   SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh; DISTILL 0|1, default 0, up to
-//   HEAD_DIM 128; ROPE 0|1, default 0, for heads of HEAD_DIM columns, without SPLIT, VARLEN and
-//   DISTILL.
-// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic; dQ is
-//   only with DETERMINISTIC, otherwise its additions are unordered.
+//   VALUE_COLUMNS (backward_pipelines.cuh); TILE_M x TILE_N: 128x128 for HEAD_DIM 64; 64x128 or
+//   80x128 for 128, with DISTILL and up to 64 COLUMNS 96x128; 64x64 for 192 and 256; STAGES 2, or
+//   3 for HEAD_DIM 192 without SOFTCAP; QUERY_GRADIENT 1 up to HEAD_DIM 128, else 0; THREADS = 384;
+//   CAUSAL 0|1; SPLIT 0|1; DETERMINISTIC 0|1; those of score_options.cuh; DISTILL 0|1, default 0,
+//   up to HEAD_DIM 128; ROPE 0|1, default 0, for heads of HEAD_DIM columns, without SPLIT, VARLEN
+//   and DISTILL.
+// Architecture: sm_90 (sm_90a) only. Accumulates in float. dK and dV are deterministic. dQ is
+//   deterministic only with DETERMINISTIC: otherwise its additions are unordered.
 // Reference: cukit/reference/attention.py.
 #include "attention/backward_work.cuh"
 #if HEAD_DIM <= 128
@@ -129,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) flash_attention_backwar
 #if QUERY_GRADIENT
         } else if (warp <= backward::kAdders) {
           backward::for_each_work(shared, [&](const backward::Work& work, const backward::Work&) {
-            backward::add_up(shared, tiles, work, params.settings, grad_q_sum, counters, warp - 1,
-                             states);
+            backward::run_adder(shared, tiles, work, params.settings, grad_q_sum, counters,
+                                warp - 1, states);
           });
 #endif
         }

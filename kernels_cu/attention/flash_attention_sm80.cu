@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
   const auto place_of = [&](int block) {
     const int q_tiles = (params.seq_q + TILE_M - 1) / TILE_M;
     const int heads = params.batch * params.heads_q;
-    const cukit::HeadTile work = cukit::head_tile(block, heads, q_tiles, params.section);
+    const cukit::HeadTile work = cukit::head_tile(block, heads, q_tiles, params.raster_group_heads);
     // Causal: the last queries have the most visible keys, so they go first.
     const int tile = CAUSAL ? q_tiles - 1 - work.tile : work.tile;
     const int b = work.head / params.heads_q;

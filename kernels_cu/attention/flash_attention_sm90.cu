@@ -12,8 +12,8 @@
 //   tile together with P V of this one, and updates maxima and exponentials while P V runs.
 //   Only the stages of K and V couple the consumers (Q has a pipeline for each consumer). With
 //   enough stages the consumers drift apart, so that the exponentials or stores of one overlap the
-//   wgmmas of another; TURNS enforces this offset. A consumer skips tiles that are masked for all
-//   of its queries.
+//   wgmmas of another; PING_PONG enforces this offset. A consumer skips tiles that are masked for
+//   all of its queries.
 // VARLEN: the last tile of a sequence extends into the next sequence. The next sequence's keys are
 //   masked; its values, which may be NaN, are overwritten with zeros by a warp of the producer
 //   warpgroup before consumers read the tile.
@@ -27,14 +27,15 @@
 //   Probabilities are rounded to e4m3, or with PRECISE to float16; row sums use the unrounded
 //   values. V is transposed, or with PRECISE widened to float16, beforehand by
 //   flash_attention_fp8_values or, with PREPARES, tile by tile by three warps of the producer
-//   warpgroup. The tensor cores accumulate FP8 products with about 14 bits: every KEPT_TILES tiles
-//   a consumer moves its accumulators to partial outputs in shared memory (partial_outputs.cuh).
+//   warpgroup. The tensor cores accumulate FP8 products with about 14 bits: every
+//   PROMOTION_INTERVAL tiles a consumer moves its accumulators to partial outputs in shared memory
+//   (partial_outputs.cuh).
 // TEACHER: also the divergence of these attention distributions from a teacher's, row by row
 //   (forward_teacher_sm90.cuh), in the same pass over the scores. A consumer issues the teacher's
 //   Q K^T before its own. No score options other than CAUSAL, WINDOW and VARLEN.
 // Shared memory, dynamic: Q stages, a tile of 64 queries per consumer | K stages | PREPARES: two
-//   stages of unprepared V | V stages | KEPT_TILES: VALUE_DIM / 2 bfloat16 and two maxima per
-//   consumer thread | TEACHER: its Q stages | its K stages. Tiles are stored in parts as
+//   stages of unprepared V | V stages | PROMOTION_INTERVAL: VALUE_DIM / 2 bfloat16 and two
+//   maxima per consumer thread | TEACHER: its Q stages | its K stages. Tiles are stored in parts as
 //   wide as the swizzle (shared_tile.cuh); V prepared for e4m3 as in float8_values.cuh. Static:
 //   barriers, and per-stage data from the producer (work items, row counts, requests).
 // Tensor maps: Q, K, V as [batch, seq, heads, columns] with boxes [1, rows, 1, part], rows 64 of Q
@@ -44,11 +45,11 @@
 // Macros: DTYPE float16|bfloat16; HEAD_DIM, VALUE_DIM multiples of 16 up to 256: multiplied columns
 //   of Q and K, and of V; VALUE_PADDED 0|1 V has fewer than VALUE_DIM columns; CONSUMERS 2|3|4;
 //   TILE_N multiple of 16; STAGES, at least 2; QUERY_STAGES, at least 1; THREADS = 128 * (CONSUMERS
-//   + 1); BLOCKS_PER_SM; those of score_options.cuh; TURNS 0|1.
+//   + 1); BLOCKS_PER_SM; those of score_options.cuh; PING_PONG 0|1.
 //   BLOCK_SPARSE 0|1; with 1: BLOCK_Q queries and BLOCK_KV keys of a block of the mask.
 //   PAGED 0|1; with 1: PAGE_ROWS, 0 or a multiple of 8 that divides TILE_N and the block size.
-//   FLOAT8 0|1; with 1: HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1, KEPT_TILES
-//   (0: outputs stay in the accumulators).
+//   FLOAT8 0|1; with 1: HEAD_DIM and TILE_N multiples of 32, PRECISE 0|1, PREPARES 0|1,
+//   PROMOTION_INTERVAL (0: outputs stay in the accumulators).
 //   TEACHER 0|1, default 0; with 1: TEACHER_DIM as HEAD_DIM, KNOWN_T 0|1, KNOWN_S 2, PRECISE 0
 //   (kl_rows.cuh).
 // Architecture: sm_90 (sm_90a) only. Accumulates in float in a fixed order: deterministic.
@@ -165,10 +166,10 @@ CUKIT_DEVICE void finish(const Outputs& outputs, const cukit::SoftmaxRows& softm
   cukit::write_rows<kGuarded>(outputs, rows);
 }
 
-// TURNS: for each tile of keys the consumers issue their wgmmas one after the other. Consumers that
-// start a tile of queries together would otherwise issue wgmmas, and then compute exponentials, at
-// the same time until they have drifted apart, which takes too long for the short rows of a causal
-// mask.
+// PING_PONG: for each tile of keys the consumers issue their wgmmas one after the other. Consumers
+// that start a tile of queries together would otherwise issue wgmmas, and then compute
+// exponentials, at the same time until they have drifted apart, which takes too long for the short
+// rows of a causal mask.
 class IssueOrder {
  public:
   CUKIT_DEVICE explicit IssueOrder(int consumer) : consumer_(consumer) {
@@ -176,11 +177,11 @@ class IssueOrder {
   }
 
   CUKIT_DEVICE void wait() const {
-    if constexpr (TURNS) cukit::named_sync(kFirstBarrier + consumer_, kThreads);
+    if constexpr (PING_PONG) cukit::named_sync(kFirstBarrier + consumer_, kThreads);
   }
   CUKIT_DEVICE void pass() const {
     const int next = consumer_ + 1 == CONSUMERS ? 0 : consumer_ + 1;
-    if constexpr (TURNS) cukit::named_arrive(kFirstBarrier + next, kThreads);
+    if constexpr (PING_PONG) cukit::named_arrive(kFirstBarrier + next, kThreads);
   }
   // For a tile of keys that this consumer skips.
   CUKIT_DEVICE void skip() const {
@@ -200,7 +201,7 @@ class IssueOrder {
 
 // Whether accumulators move to partial outputs, and whether the move and the rescaling overlap Q
 // K^T of the next tile, for which a VALUE_DIM of 256 leaves no registers.
-constexpr bool kPartialOutputs = KEPT_TILES > 0;
+constexpr bool kPartialOutputs = PROMOTION_INTERVAL > 0;
 constexpr bool kUpdatesEarly = kPartialOutputs && VALUE_DIM < 256;
 
 CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& results,
@@ -227,7 +228,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
   Probabilities p;
   cukit::SoftmaxRows softmax;
   unsigned long long q;
-  cukit::PartialOutputs<VALUE_DIM / 2, Block::kConsumerWarps * cukit::kWarpSize, KEPT_TILES>
+  cukit::PartialOutputs<VALUE_DIM / 2, Block::kConsumerWarps * cukit::kWarpSize, PROMOTION_INTERVAL>
       partial_outputs(tiles.partial_outputs);
 
   Teacher teacher(pipelines, tiles, teacher_arguments, q_first);
@@ -300,21 +301,21 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
         }
       }
       if (MASK && (partial || !mask_aligned)) {
-        cukit::hide_scores(scores, at, [&](int i, int j) {
-          return head.hidden(cukit::visible_keys(i, causal_offset, head.seq_kv, settings), i, j,
+        cukit::mask_scores(scores, at, [&](int i, int j) {
+          return head.masked(cukit::visible_keys(i, causal_offset, head.seq_kv, settings), i, j,
                              settings);
         });
       } else if (!keys.unmasked) {
         if constexpr (MASK) {
-          cukit::hide_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
+          cukit::mask_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
         }
-        cukit::hide_keys(scores, at, causal_offset, head.seq_kv, settings);
+        cukit::mask_keys(scores, at, causal_offset, head.seq_kv, settings);
 #if BLOCK_SPARSE
         const cukit::BlockMask blocks(arguments.blocks, work.head);
         if constexpr (kWholeBlocks) {
-          blocks.hide_whole_blocks(scores, at);
+          blocks.mask_whole_blocks(scores, at);
         } else {
-          cukit::hide_scores(scores, at, blocks);
+          cukit::mask_scores(scores, at, blocks);
         }
 #endif
       }
@@ -338,15 +339,15 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       return place;
     };
 
-    const auto hide_teacher = [&](Scores& products) {
-      cukit::hide_keys(products, {row, tile * TILE_N + lane_column}, causal_offset, seq_kv,
+    const auto mask_teacher = [&](Scores& products) {
+      cukit::mask_keys(products, {row, tile * TILE_N + lane_column}, causal_offset, seq_kv,
                        settings);
     };
 
     // First tile: scores and probabilities.
     issue_scores();
     order.pass();
-    teacher.receive<1>(k_state, visible.unmasked(tile), hide_teacher);
+    teacher.receive<1>(k_state, visible.unmasked(tile), mask_teacher);
     cukit::wgmma_wait<0>(scores);
     apply_options(release_keys());
     teacher.add_cross(scores, visible.unmasked(tile));
@@ -365,8 +366,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
     Operands::pack(p, scores);
 
     bool grown = Operands::kGrowth < 0.0f;
-    // Rescales the outputs if `rescale` is true; every KEPT_TILES tiles moves them to the partial
-    // outputs.
+    // Rescales the outputs if `rescale` is true; every PROMOTION_INTERVAL tiles moves them to the
+    // partial outputs.
     const auto update_outputs = [&](bool rescale) {
       if (rescale) cukit::rescale(outputs, shrink);
       if (kPartialOutputs && partial_outputs.due()) {
@@ -380,7 +381,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Results& r
       if constexpr (kUpdatesEarly) update_outputs(grown);
       issue_outputs();
       order.pass();
-      teacher.receive<2>(k_state, visible.unmasked(tile), hide_teacher);
+      teacher.receive<2>(k_state, visible.unmasked(tile), mask_teacher);
       cukit::wgmma_wait<1>(scores);
       apply_options(release_keys());
       teacher.add_cross(scores, visible.unmasked(tile));
@@ -500,8 +501,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) flash_atten
           producer::run(pipelines, tiles, &q, key_values, arguments, params.settings);
 #endif
         }
-#if CLEARED
-        if (threadIdx.x / cukit::kWarpSize == 1) clearer::run(pipelines, tiles);
+#if ZERO_FILLED
+        if (threadIdx.x / cukit::kWarpSize == 1) zero_filler::run(pipelines, tiles);
 #endif
 #if PAGED
         if (threadIdx.x / cukit::kWarpSize >= cukit::kWarpgroupWarps - kFetchers) {

@@ -6,7 +6,7 @@
 //                        (float8_values.cuh), P is scaled by 2^kOffset and rounded
 //   PreciseFloat8Operands  Q and K e4m3; V widened to float16, P rounded to float16
 //
-// Macros, 0 where a kernel does not define them: FLOAT8, PRECISE, PREPARES 0|1; KEPT_TILES.
+// Macros, 0 where a kernel does not define them: FLOAT8, PRECISE, PREPARES 0|1; PROMOTION_INTERVAL.
 //
 // Scores and outputs are wgmma accumulators (common/softmax/online_softmax.cuh).
 #pragma once
@@ -29,8 +29,8 @@
 #ifndef PREPARES
 #define PREPARES 0
 #endif
-#ifndef KEPT_TILES
-#define KEPT_TILES 0
+#ifndef PROMOTION_INTERVAL
+#define PROMOTION_INTERVAL 0
 #endif
 
 namespace cukit {

@@ -192,7 +192,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const Cache& k, 
     } else {
       fetch<ValueTile>(request, v, blocks, head, tiles.v, next, [&](int bytes) {
         pipelines.v.acquire(stage);
-#if CLEARED
+#if ZERO_FILLED
         if (first_lane) {
           pipelines.rows[stage.index] = min(TILE_N, request.end - request.tile * TILE_N);
 #if WINDOW

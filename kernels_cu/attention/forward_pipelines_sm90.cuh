@@ -34,7 +34,7 @@ using T = cukit::element_t;
 #define ROW_BY_ROW (PAGED && !PAGE_ROWS)
 
 // wgmma reads V as TMA loaded it, so rows outside the sequence must be overwritten with zeros.
-#define CLEARED ((VARLEN || PAGED) && !FLOAT8 && !ROW_BY_ROW && !DISTILL)
+#define ZERO_FILLED ((VARLEN || PAGED) && !FLOAT8 && !ROW_BY_ROW && !DISTILL)
 
 constexpr int kTileM = CONSUMERS * cukit::kWarpgroupRows;
 #if !FLOAT8
@@ -82,7 +82,7 @@ constexpr int kPreparers = 0;
 
 #if PAGED
 // The last kFetchers warps of the producer warpgroup load tiles from the cache, round-robin.
-constexpr int kFetchers = cukit::kWarpgroupWarps - 1 - CLEARED;
+constexpr int kFetchers = cukit::kWarpgroupWarps - 1 - ZERO_FILLED;
 using RequestState = cukit::PipelineState<kFetchers>;
 
 // A tile of K or V to load.
@@ -111,8 +111,8 @@ struct Pipelines {
 #if DYNAMIC_SCHEDULE
   QueryWork work[QUERY_STAGES];  // of each stage of Q
 #endif
-#if CLEARED
-  cukit::StageBarriers<STAGES> loaded;  // V is loaded, but not yet cleared
+#if ZERO_FILLED
+  cukit::StageBarriers<STAGES> loaded;  // V is loaded, but not yet zero-filled
   int rows[STAGES];                     // of V, inside the sequence; below 0: no further tiles
 #if PAGED && WINDOW
   int masked_rows[STAGES];  // rows before the first visible key
@@ -138,7 +138,7 @@ struct Pipelines {
 #if TEACHER
     teacher.init(Block::kConsumerWarps);
 #endif
-#if CLEARED
+#if ZERO_FILLED
     loaded.init(1);
 #endif
 #if PAGED

@@ -31,8 +31,8 @@ namespace producer {
 //   load_values(...)                  the same for values, to a ValueTile or, with PREPARES, to a
 //                                     RawTile
 // Beyond the end of the sequence, rows of K may hold arbitrary data, and so may rows of V if the
-// kernel has DISTILL, a clearer (CLEARED) or preparers (PREPARES). Otherwise these rows of V must
-// be zeros.
+// kernel has DISTILL, a zero filler (ZERO_FILLED) or preparers (PREPARES). Otherwise these rows of
+// V must be zeros.
 
 #if FLOAT8
 using LoadedValues = ValueTile::Raw;
@@ -193,14 +193,14 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
       pipelines.v.acquire(v_state);
 #endif
       const int tile = tile_of(index);
-#if PREPARES || CLEARED
+#if PREPARES || ZERO_FILLED
       pipelines.rows[v_state.index] = min(TILE_N, work.sequence.seq_kv - tile * TILE_N);
 #endif
 #if PREPARES
       cukit::Mbarrier* const full = pipelines.raw.expect(v_state, RawTile::kBytes);
       unsigned char* const to = tiles.raw + v_state.index * RawTile::kBytes;
 #else
-#if CLEARED
+#if ZERO_FILLED
       cukit::Mbarrier* const full = pipelines.loaded.expect(v_state, ValueTile::kBytes);
 #else
       cukit::Mbarrier* const full = pipelines.v.expect(v_state, ValueTile::kBytes);
@@ -263,7 +263,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
   pipelines.raw.acquire(v_state);
   pipelines.rows[v_state.index] = -1;
   pipelines.raw.commit(v_state);
-#elif CLEARED
+#elif ZERO_FILLED
   pipelines.v.acquire(v_state);
   pipelines.rows[v_state.index] = -1;
   pipelines.loaded.arrive(v_state);
@@ -272,14 +272,14 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles, const cukit::Ten
 
 }  // namespace producer
 
-#if CLEARED
+#if ZERO_FILLED
 // One warp passes tiles of V on to the consumers, after zeroing the rows beyond the end of the
 // sequence and, of a paged cache, before the first visible key: these may belong to another
 // sequence, or be NaN.
-namespace clearer {
+namespace zero_filler {
 
 // Zeroes rows first .. end - 1 of a part of a tile.
-CUKIT_DEVICE void clear_rows(unsigned char* part, int first, int end) {
+CUKIT_DEVICE void zero_rows(unsigned char* part, int first, int end) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   for (int byte = first * ValueTile::kRowBytes + 16 * lane; byte < end * ValueTile::kRowBytes;
        byte += 16 * cukit::kWarpSize) {
@@ -302,8 +302,8 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
       unsigned char* const tile = tiles.v + state.index * ValueTile::kBytes;
 #pragma unroll 1
       for (int part = 0; part < ValueTile::kParts; ++part) {
-        clear_rows(tile + part * ValueTile::kPartBytes, rows, TILE_N);
-        if (masked > 0) clear_rows(tile + part * ValueTile::kPartBytes, 0, masked);
+        zero_rows(tile + part * ValueTile::kPartBytes, rows, TILE_N);
+        if (masked > 0) zero_rows(tile + part * ValueTile::kPartBytes, 0, masked);
       }
       cukit::fence_proxy_async();
     }
@@ -312,7 +312,7 @@ CUKIT_DEVICE void run(Pipelines& pipelines, const Tiles& tiles) {
   }
 }
 
-}  // namespace clearer
+}  // namespace zero_filler
 #endif
 
 #if PREPARES

@@ -64,13 +64,14 @@ class Teacher {
   }
 
   // Waits for the products, after which `Pending` groups of wgmmas were issued, and turns them into
-  // weights. unmasked: no key is masked; otherwise hide(products) sets masked ones to -infinity.
-  template <int Pending, typename Hide>
-  CUKIT_DEVICE void receive(const KeyState& state, bool unmasked, const Hide& hide) {
+  // weights. unmasked: no key is masked; otherwise apply_mask(products) sets masked ones to
+  // -infinity.
+  template <int Pending, typename ApplyMask>
+  CUKIT_DEVICE void receive(const KeyState& state, bool unmasked, const ApplyMask& apply_mask) {
     cukit::wgmma_wait<Pending>(products_);
     pipeline_.release(state);
     if (!unmasked) {
-      hide(products_);
+      apply_mask(products_);
       cukit::make_finite(products_);
     }
     rows_.add_teacher(products_);
@@ -113,8 +114,8 @@ struct Teacher {
   CUKIT_DEVICE void start(int, long long, int, float) {}
   CUKIT_DEVICE void wait(const KeyState&) {}
   CUKIT_DEVICE void multiply(const KeyState&) {}
-  template <int Pending, typename Hide>
-  CUKIT_DEVICE void receive(const KeyState&, bool, const Hide&) {}
+  template <int Pending, typename ApplyMask>
+  CUKIT_DEVICE void receive(const KeyState&, bool, const ApplyMask&) {}
   template <int N>
   CUKIT_DEVICE void add_cross(const float (&)[N], bool) {}
   CUKIT_DEVICE void skip(const KeyState&) {}

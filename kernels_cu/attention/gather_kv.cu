@@ -8,7 +8,7 @@
 // zeros. Blocks that would be all zeros, and blocks of requests with fewer than min_queries
 // queries, are not written, nor are their entries in `blocks`.
 // Mapping: a thread block copies, for all heads, kRows keys of one request or the values of these
-//   keys; a thread copies chunks of eight columns, UNROLL of them at a time.
+//   keys; a thread copies chunks of eight columns, kUnroll of them at a time.
 // Macros: DTYPE float16|bfloat16, of the outputs; FORMAT E4M3|INT8|INT4 of the cache, absent if its
 //   elements are DTYPE; GROUP keys of int4 that share a channel's scale, else 0; RECENT 0|1 the
 //   newest keys are in ring buffers; HEAD_DIM, VALUE_DIM multiples of 8; BLOCK; THREADS.
@@ -27,7 +27,7 @@ using T = cukit::element_t;
 
 constexpr int kRows = 16;
 constexpr int kColumns = 8;  // of a thread: 16 bytes of outputs
-constexpr int UNROLL = 4;
+constexpr int kUnroll = 4;
 static_assert(BLOCK % kRows == 0, "the keys of a thread block belong to one block of the outputs");
 
 #ifdef FORMAT
@@ -159,18 +159,18 @@ CUKIT_DEVICE void copy(const Side& side, const Request& request, int first, cons
   T* const out =
       side.out + (1LL * request.b * params.tiles * BLOCK + first) * params.heads * Columns;
 #pragma unroll 1
-  for (int index = threadIdx.x; index < count; index += UNROLL * THREADS) {
-    Item<Keys> items[UNROLL];
-    Stored stored[UNROLL];
+  for (int index = threadIdx.x; index < count; index += kUnroll * THREADS) {
+    Item<Keys> items[kUnroll];
+    Stored stored[kUnroll];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
+    for (int u = 0; u < kUnroll; ++u) {
       items[u] =
           Item<Keys>::template of<Columns>(index + u * THREADS, request, first, table, params);
     }
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) stored[u] = items[u].load(side);
+    for (int u = 0; u < kUnroll; ++u) stored[u] = items[u].load(side);
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
+    for (int u = 0; u < kUnroll; ++u) {
       const Item<Keys>& item = items[u];
       if (item.row >= kRows) continue;
       cukit::Vec<T, kColumns> values{};

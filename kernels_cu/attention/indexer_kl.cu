@@ -52,7 +52,7 @@ constexpr int kWords = TILE_N / 32;      // of a row's selection
 constexpr int kWidth = HEAD_DIM > VALUE_DIM ? HEAD_DIM : VALUE_DIM;
 constexpr int kQueryBytes = cukit::indexer_tile_bytes(TILE_M, kWidth);
 constexpr int kKeyBytes = cukit::indexer_tile_bytes(TILE_N, kWidth);
-constexpr float kHidden = -1e30f;
+constexpr float kMaskedScore = -1e30f;
 constexpr float kNoScore = -1e29f;  // the maximum before the first visible key
 constexpr int kStatistics = 5;      // maximum, sum, A, C, M
 
@@ -77,7 +77,7 @@ struct RowSums {
     }
   }
 
-  // Adds a tile. For masked pairs, p is 0 and u is kHidden.
+  // Adds a tile. For masked pairs, p is 0 and u is kMaskedScore.
   CUKIT_DEVICE void add(const float (&p)[kScores], const float (&u)[kScores]) {
     float shrink[2];
     cukit::update_maxima(student, shrink, u, 1.0f);
@@ -291,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
       k_stage = next_k_stage;
     }
 
-    // The selection's bits, shifted to the lane's first column: 0 hides a key.
+    // The selection's bits, shifted to the lane's first column: 0 for a masked key.
     unsigned bits[2][kWords];
 #if SELECTED
 #pragma unroll
@@ -305,8 +305,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
     const bool unmasked = !SELECTED && range.unmasked(tile);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const cukit::Span seen = cukit::visible_keys(row + 8 * half, causal_offset, seq_kv, settings);
-      const int seen_end = seen.end - tile * TILE_N - lane_column;
+      const cukit::Span visible =
+          cukit::visible_keys(row + 8 * half, causal_offset, seq_kv, settings);
+      const int visible_end = visible.end - tile * TILE_N - lane_column;
 #pragma unroll
       for (int n = 0; n < TILE_N / 8; ++n)
 #pragma unroll
@@ -314,12 +315,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
           const int column = 8 * n + i;
           float& own = p[0][n][2 * half + i];
           float& u = score[0][n][2 * half + i];
-          bool hidden = !unmasked && column >= seen_end;
+          bool masked = !unmasked && column >= visible_end;
 #if SELECTED
-          hidden |= (bits[half][column / 32] >> (column % 32) & 1) == 0;
+          masked |= (bits[half][column / 32] >> (column % 32) & 1) == 0;
 #endif
-          u = hidden ? kHidden : u * params.scale_log2;
-          own = hidden ? 0.0f : own;
+          u = masked ? kMaskedScore : u * params.scale_log2;
+          own = masked ? 0.0f : own;
         }
     }
 #if GRADIENT

@@ -63,11 +63,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
 
   // The chunk's tiles of this sequence with queries that attend to some of the block's keys.
   const int q_tiles = cukit::tiles_of_sequence(params);
-  const cukit::TileRange seen = cukit::query_tiles<TILE_M>(first_key, min(KEY_TILE, keys_left),
-                                                           causal_offset, sequence.seq_q, settings);
+  const cukit::TileRange visible = cukit::query_tiles<TILE_M>(
+      first_key, min(KEY_TILE, keys_left), causal_offset, sequence.seq_q, settings);
   const long long before = static_cast<long long>(b) * q_tiles - first_tile;
-  const long long begin = max(static_cast<long long>(seen.begin), -before);
-  const long long end = min(static_cast<long long>(seen.end), params.chunk_tiles - before);
+  const long long begin = max(static_cast<long long>(visible.begin), -before);
+  const long long end = min(static_cast<long long>(visible.end), params.chunk_tiles - before);
   const bool first_chunk = first_tile == 0;
   if (begin >= end && !first_chunk) return;
 
@@ -107,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   const cukit::RightNK<HEAD_DIM> q_first(q_tile, 0, 0);
   const cukit::RightKN<HEAD_DIM> q_again(q_tile, 0, 0);
   const cukit::LeftKM<KEY_TILE, 16> d_left(d_tile, 0, warp_key);
-  const long long statistics = cukit::row_statistics(b, first_head, params.heads_s, sequence, settings);
+  const long long first_weight =
+      cukit::row_statistics(b, first_head, params.heads_s, sequence, settings);
   const long long rows_of_head = VARLEN ? settings.total_q : sequence.seq_q;
   float dk[1][HEAD_DIM / 8][4];
   cukit::clear(dk);
@@ -123,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
         copy(same ? part : part + 1, same ? head + 1 : 0, q_stage ^ 1, d_stage ^ 1);
       }
       // The lane's queries are 8 n + 2 (lane % 4) + i.
-      const float* weights = head_weights + statistics + head * rows_of_head + part * TILE_Q;
+      const float* weights = head_weights + first_weight + head * rows_of_head + part * TILE_Q;
       const int left = rows_left(part);
       float x[1][TILE_Q / 8][4];
       cukit::clear(x);

@@ -86,12 +86,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) indexer_kl_
   cukit::cp_async_commit();
 
   float weight[2];
-  const long long statistics =
+  const long long first_weight =
       cukit::row_statistics(work.b, head, params.heads_s, work.sequence, settings) + work.first_row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = lane_row + 8 * half;
-    weight[half] = row < work.rows_left ? head_weights[statistics + row] : 0.0f;
+    weight[half] = row < work.rows_left ? head_weights[first_weight + row] : 0.0f;
   }
   const cukit::LeftMK<HEAD_DIM> q_left(q_tile, warp_row, 0);
   const cukit::RightNK<HEAD_DIM> k_first(k_tile, 0, 0);

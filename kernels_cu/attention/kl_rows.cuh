@@ -13,7 +13,7 @@
 // the sum of p (expm1(-d) + d), d = ln p - ln q. No term is negative, so no terms cancel: the
 // relative error is that of float32, however small the divergence.
 //
-// Masked scores are kHidden, not -infinity: x - u is then finite, and e is 0.
+// Masked scores are kMaskedScore, not -infinity: x - u is then finite, and e is 0.
 // A lane holds rows r and r + 8: element 4 n + 2 half + i of its scores is in row r + 8 half. A
 // lane's sums are over its own columns until finish(). Each tile is summed separately before it is
 // added, which reduces the rounding error of long rows.
@@ -30,15 +30,15 @@ namespace cukit {
 
 static_assert(!PRECISE || (KNOWN_T && KNOWN_S == 1), "PRECISE needs the lse of both models");
 
-constexpr float kHidden = -1e30f;
+constexpr float kMaskedScore = -1e30f;
 constexpr float kNoScore = -1e29f;  // the maximum before the first visible key
 
-// Replaces the -infinity that hide_keys stores by kHidden. NaN is kept.
+// Replaces the -infinity that mask_keys stores by kMaskedScore. NaN is kept.
 template <int N>
 CUKIT_DEVICE void make_finite(float (&scores)[N]) {
 #pragma unroll
   for (int e = 0; e < N; ++e) {
-    if (scores[e] == -infinity()) scores[e] = kHidden;
+    if (scores[e] == -infinity()) scores[e] = kMaskedScore;
   }
 }
 
@@ -100,7 +100,7 @@ class KlRows {
   }
 
   // Adds the student's products times the teacher's weights `e`. Infinite: products may be
-  // -infinity, which counts as kHidden.
+  // -infinity, which counts as kMaskedScore.
   template <bool Infinite = false, int N>
   CUKIT_DEVICE void add_cross(const float (&e)[N], const float (&s)[N]) {
 #pragma unroll
@@ -111,7 +111,7 @@ class KlRows {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const int at = 4 * n + 2 * half + i;
-          const float own = Infinite && s[at] == -infinity() ? kHidden : s[at];
+          const float own = Infinite && s[at] == -infinity() ? kMaskedScore : s[at];
           cross[i] = fmaf(e[at], own, cross[i]);
         }
       cross_s_[half] += cross[0] + cross[1];

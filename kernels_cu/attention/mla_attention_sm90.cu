@@ -229,7 +229,7 @@ CUKIT_DEVICE void multiply_keys(Scores& scores, unsigned long long q, unsigned l
 }
 
 // Rescales a lane's two rows to the new maxima `top`.
-CUKIT_DEVICE void adopt(cukit::SoftmaxRows& rows, Outputs& out, const float (&top)[2],
+CUKIT_DEVICE void rescale_to_maxima(cukit::SoftmaxRows& rows, Outputs& out, const float (&top)[2],
                         float factor) {
   const bool grown = top[0] > rows.max[0] || top[1] > rows.max[1];
   if (!__any_sync(cukit::kFullMask, grown)) return;
@@ -344,7 +344,7 @@ CUKIT_DEVICE void run(Barriers& barriers, const Tiles& tiles, Exchange& exchange
     const auto issue_other = [&](int page) {
       cukit::named_sync(kHandoverBarrier + other, kBothThreads);
       const float top[2] = {exchange.maxima[other][lane_row], exchange.maxima[other][lane_row + 8]};
-      adopt(softmax, out, top, factor);
+      rescale_to_maxima(softmax, out, top, factor);
       clear_beyond_end(page, other);
       own_half.wait(page_state(page));
       cukit::wgmma_fence();

@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FRAGMENT_ROWS ? 5 : 1) mla
   const int b = static_cast<int>(blockIdx.x) / blocks / params.problems;
   const Partial partial{const_cast<float*>(sums)};
   const Division division(seq_lens, params, grid / TEAM, b);
-  const Place::Request_ request(b, seq_lens, params);
+  const Place::RequestType request(b, seq_lens, params);
   const cukit::PieceSlots slots(division.before + tile / TEAM * request.units, request.units,
                                 division.share);
   cukit::wait_for_previous_grids();

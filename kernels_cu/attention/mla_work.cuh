@@ -42,7 +42,7 @@ struct Division {
     int longest = 0;
     total = before = 0;
     for (int i = threadIdx.x % kWarpSize; i < params.batch; i += kWarpSize) {
-      const int units = Place::Request_(i, seq_lens, params).units;
+      const int units = Place::RequestType(i, seq_lens, params).units;
       longest = max(longest, units);
       total += units * problems;
       if (i < b) before += units * problems;

@@ -102,13 +102,13 @@ struct ValueFactors {
   }
 
   // Zeroes the factors beyond the last key: their memory may hold NaN, and 0 * NaN is NaN.
-  CUKIT_DEVICE void hide(int first_key, int end) {
+  CUKIT_DEVICE void zero_beyond(int first_key, int end) {
 #pragma unroll
     for (int i = 0; i < 2 * CacheForm::kKeyTiles; ++i) {
       const int left = end - (first_key + 8 * i + threadIdx.x % 4 * 2);
-      const unsigned seen = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
-      scales[i / 2][i % 2] &= seen;
-      zeros[i / 2][i % 2] &= seen;
+      const unsigned kept = left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+      scales[i / 2][i % 2] &= kept;
+      zeros[i / 2][i % 2] &= kept;
     }
   }
 
@@ -159,7 +159,7 @@ CUKIT_DEVICE void apply_options(Scores<F>& scores, int first_key, const Rows& ro
           float& value = scores[m][n][2 * half + i];
           const int key = first_key + 16 * m + 8 * half + lane / 4;
           value = head.score(value, query, key, params.scale_log2, settings);
-          if (head.hidden(visible, query, key, settings)) value = -cukit::infinity();
+          if (head.masked(visible, query, key, settings)) value = -cukit::infinity();
         }
     }
 }
@@ -314,7 +314,7 @@ static_assert(TEAM == 1 && UNIT_TILES == 0 && !PACKED, "a cluster processes one 
 CUKIT_DEVICE Share cluster_share(const Lengths& lengths, const cukit::PagedParameters& params) {
   const int problem = blockIdx.x / CLUSTER;
   const int b = problem / params.problems;
-  const Place::Request_ request(b, lengths, params);
+  const Place::RequestType request(b, lengths, params);
   const int part = max(kMinShare, (request.units + CLUSTER - 1) / CLUSTER);
   const int first = part * cukit::cluster_rank();
   return {{b, problem % params.problems, first, request}, first, min(request.units, first + part)};
@@ -433,7 +433,7 @@ __launch_bounds__(kThreads, BLOCKS_PER_SM) paged_attention(
       ValueFactors value_factors(factors + kKeyScaleBytes);
       if (masked) {
         apply_options<F>(scores, first_key, rows, seq_kv, end, params);
-        value_factors.hide(first_key, end);
+        value_factors.zero_beyond(first_key, end);
       }
       add_group(sums, scores, keys + kPartBytes, value_factors, factor);
 #else

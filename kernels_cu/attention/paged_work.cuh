@@ -140,17 +140,19 @@ CUKIT_DEVICE int inclusive_scan(int value) {
 
 // The units of a batch.
 struct Total {
-  int units;  // of all problems, counted once per team
-  int each;   // units of each problem if all have the same number; else 0
+  int units;              // of all problems, counted once per team
+  int units_per_problem;  // if all problems have the same number; else 0
 
   // The units of a team's share. With equal problems it is rounded up to whole problems, or so that
   // whole shares make a problem, if that adds at most one tile, which takes about as long as
   // merging pieces.
   CUKIT_DEVICE int share(int teams) const {
     const int fair = (units + teams - 1) / teams;
-    if (each == 0) return fair;
-    const int parts = each / fair;
-    const int whole = parts > 0 ? (each + parts - 1) / parts : (fair + each - 1) / each * each;
+    if (units_per_problem == 0) return fair;
+    const int parts = units_per_problem / fair;
+    const int whole = parts > 0
+                          ? (units_per_problem + parts - 1) / parts
+                          : (fair + units_per_problem - 1) / units_per_problem * units_per_problem;
     return whole <= fair + 1 ? whole : fair;
   }
 };
@@ -158,11 +160,11 @@ struct Total {
 // A position among the units of all problems. Without UnitTiles a unit is a tile.
 template <int Tile, int UnitTiles, int RecentTile = 0, int PackedRows = 0>
 struct Place {
-  using Request_ = Request<Tile, UnitTiles, RecentTile, PackedRows>;
+  using RequestType = Request<Tile, UnitTiles, RecentTile, PackedRows>;
 
   int b, problem;  // problem: index among the block's problems of the request
   int unit;        // index in the problem
-  Request_ request;
+  RequestType request;
 
   // The units of the batch. Every lane gets the result.
   template <typename Lengths, typename Parameters>
@@ -171,7 +173,7 @@ struct Place {
     int least = 0x7fffffff;
     int most = 0;
     for (int b = threadIdx.x % kWarpSize; b < params.batch; b += kWarpSize) {
-      const Request_ request(b, lengths, params);
+      const RequestType request(b, lengths, params);
       total += PackedRows ? request.units * request.problems(params) : request.units;
       least = min(least, request.units);
       most = max(most, request.units);
@@ -192,7 +194,7 @@ struct Place {
     const int lane = threadIdx.x % kWarpSize;
     int before = 0;
     for (int first = 0;; first += kWarpSize) {
-      const Request_ candidate(first + lane, lengths, params);
+      const RequestType candidate(first + lane, lengths, params);
       const int own = candidate.units * candidate.problems(params);
       const int scan = inclusive_scan(own);
       const unsigned behind = __ballot_sync(kFullMask, before + scan > index);
@@ -200,7 +202,7 @@ struct Place {
         const int found = __ffs(behind) - 1;
         const int begin = before + __shfl_sync(kFullMask, scan - own, found);
         const int b = first + found;
-        const Request_ request(b, lengths, params);
+        const RequestType request(b, lengths, params);
         const int inside = index - begin;
         return {b, inside / request.units, inside % request.units, request};
       }
@@ -216,7 +218,7 @@ struct Place {
       problem = 0;
       do {
         ++b;
-        request = Request_(b, lengths, params);
+        request = RequestType(b, lengths, params);
       } while (PackedRows && request.units == 0);
     }
   }

@@ -15,8 +15,8 @@ struct ForwardParameters {
   int group;  // query heads that share a key head
   int seq_q, seq_kv;
   int head_dim, value_dim;
-  int section;       // heads of a rasterisation group (block_order.cuh)
-  float scale_log2;  // scale * log2(e)
+  int raster_group_heads;  // heads of a rasterisation group (block_order.cuh)
+  float scale_log2;        // scale * log2(e)
   ScoreSettings settings;
 };
 
@@ -128,7 +128,7 @@ struct MappedKeyParameters {
   int head_dim, value_dim;
   int grad_k_row, grad_v_row;  // elements from one row of dK and dV to the next
   int table_rows;              // ROPE: rows of the tables per sequence, 0 if all share them
-  int section;                 // as in ForwardParameters
+  int raster_group_heads;      // as in ForwardParameters
   float scale, scale_log2;
   int teacher_group;         // DISTILL: query heads that share a teacher's key head
   float teacher_scale_log2;  // DISTILL: of the teacher's scores
@@ -169,8 +169,8 @@ struct QueryGradientParameters {
   int seq_q, seq_kv;
   int rows_per_head;
   int head_dim, value_dim;
-  int grad_q_row;  // as in QuerySumParameters
-  int section;     // as in ForwardParameters
+  int grad_q_row;          // as in QuerySumParameters
+  int raster_group_heads;  // as in ForwardParameters
   float scale, scale_log2;
   int teacher_group;         // DISTILL: query heads that share a teacher's key head
   float teacher_scale_log2;  // DISTILL: of the teacher's scores

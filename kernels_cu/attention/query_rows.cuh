@@ -38,22 +38,22 @@ struct QueryRows {
   }
 
   // Turns products into weights: P, with SOFTCAP times the softcap's derivative. `unmasked`,
-  // `ends` as in apply_options.
+  // `crosses_last_key` as in apply_options.
   template <int N>
-  CUKIT_DEVICE void weigh(float (&scores)[N], const FragmentPlace& at, bool unmasked,
-                          bool ends) const {
+  CUKIT_DEVICE void exponentiate(float (&scores)[N], const FragmentPlace& at, bool unmasked,
+                                 bool crosses_last_key) const {
     if constexpr (SOFTCAP) {
 #pragma unroll
       for (int e = 0; e < N; ++e) {
         const int row = at.row + 8 * (e / 2 % 2), column = at.column + 8 * (e / 4) + e % 2;
         float slope;
         const float value = head.score(scores[e], row, column, scale_log2, settings, slope);
-        const Span seen = visible_keys(row, head.causal_offset, head.seq_kv, settings);
-        const bool hidden = !unmasked && head.hidden(seen, row, column, settings);
-        scores[e] = hidden ? 0.0f : exp2f(value - lse[e / 2 % 2]) * slope;
+        const Span visible = visible_keys(row, head.causal_offset, head.seq_kv, settings);
+        const bool masked = !unmasked && head.masked(visible, row, column, settings);
+        scores[e] = masked ? 0.0f : exp2f(value - lse[e / 2 % 2]) * slope;
       }
     } else {
-      apply_options(scores, at, head, scale_log2, settings, unmasked, ends);
+      apply_options(scores, at, head, scale_log2, settings, unmasked, crosses_last_key);
       const float factor = exponent_factor(scale_log2);
 #pragma unroll
       for (int e = 0; e < N; ++e) {
@@ -65,9 +65,9 @@ struct QueryRows {
 #if DISTILL
   // Turns the teacher's products into its probabilities; delta is its lse.
   template <int N>
-  CUKIT_DEVICE void weigh_second(float (&scores)[N], const FragmentPlace& at, bool unmasked,
-                                 bool ends, float teacher_scale_log2) const {
-    apply_options(scores, at, head, teacher_scale_log2, settings, unmasked, ends);
+  CUKIT_DEVICE void exponentiate_teacher(float (&scores)[N], const FragmentPlace& at, bool unmasked,
+                                         bool crosses_last_key, float teacher_scale_log2) const {
+    apply_options(scores, at, head, teacher_scale_log2, settings, unmasked, crosses_last_key);
 #pragma unroll
     for (int e = 0; e < N; ++e) {
       scores[e] = exp2f(fmaf(scores[e], teacher_scale_log2, -delta[e / 2 % 2]));

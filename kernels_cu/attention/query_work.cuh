@@ -9,21 +9,22 @@
 // counter assigns the tiles. With VARLEN and PAGED, plan_sequences.cu has sorted the sequences, the
 // longest first. Within a head the last tile comes first.
 //
-// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; TURNS 0|1 (flash_attention_sm90.cu); PAGED
-//   0|1 keys are in a paged cache, and seq_kv is read on the device. Defines DYNAMIC_SCHEDULE 0|1.
+// Macros: those of score_options.cuh; BLOCK_SPARSE 0|1; PING_PONG 0|1 (flash_attention_sm90.cu);
+//   PAGED 0|1 keys are in a paged cache, and seq_kv is read on the device. Defines DYNAMIC_SCHEDULE
+//   0|1.
 #pragma once
 
-#include "common/hopper/tile_scheduler.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/scores/score_options.cuh"
+#include "common/tile_scheduler.cuh"
 #include "common/warp_uniform.cuh"
 
 #ifndef BLOCK_SPARSE
 #define BLOCK_SPARSE 0
 #endif
-#ifndef TURNS
-#define TURNS 0
+#ifndef PING_PONG
+#define PING_PONG 0
 #endif
 
 #ifndef PAGED
@@ -148,9 +149,9 @@ class QueryTileScheduler {
 // ---- A warpgroup's share of a tile ----
 
 // Whether the warpgroups of a block have different visible keys and skip fully masked tiles. With
-// TURNS every warpgroup processes every tile of the work item: with TILE_N equal to TileM, at most
-// one tile is fully masked for only some of the warpgroups.
-constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE && !TURNS;
+// PING_PONG every warpgroup processes every tile of the work item: with TILE_N equal to TileM, at
+// most one tile is fully masked for only some of the warpgroups.
+constexpr bool kUneven = (CAUSAL || WINDOW) && !BLOCK_SPARSE && !PING_PONG;
 
 // The tiles of keys visible to a warpgroup's 64 queries, at least one. Every warpgroup advances
 // through the pipeline stages of all tiles of the work item; tiles at either end may be masked for
@@ -159,18 +160,18 @@ template <int TileN>
 CUKIT_DEVICE TileRange own_keys(const QueryWork& work, int first_row,
                                 const ScoreSettings& settings) {
   const Sequence& sequence = work.sequence;
-  TileRange seen = work.keys;
+  TileRange visible = work.keys;
   const int rows = min(kWarpgroupRows, sequence.seq_q - first_row);
   if (rows <= 0) {
-    seen.end = work.keys.begin + 1;
+    visible.end = work.keys.begin + 1;
   } else if (kUneven) {
     const int causal_offset = sequence.seq_kv - sequence.seq_q;
-    seen = key_tiles<TileN>(first_row, rows, causal_offset, sequence.seq_kv, settings);
-    seen.end = max(work.keys.begin + 1, min(seen.end, work.keys.end));
-    seen.begin = min(max(seen.begin, work.keys.begin), seen.end - 1);
+    visible = key_tiles<TileN>(first_row, rows, causal_offset, sequence.seq_kv, settings);
+    visible.end = max(work.keys.begin + 1, min(visible.end, work.keys.end));
+    visible.begin = min(max(visible.begin, work.keys.begin), visible.end - 1);
   }
-  return {WINDOW ? warp_uniform(seen.begin) : 0, warp_uniform(seen.end),
-          WINDOW ? warp_uniform(seen.unmasked_begin) : 0, warp_uniform(seen.unmasked_end)};
+  return {WINDOW ? warp_uniform(visible.begin) : 0, warp_uniform(visible.end),
+          WINDOW ? warp_uniform(visible.unmasked_begin) : 0, warp_uniform(visible.unmasked_end)};
 }
 
 }  // namespace cukit

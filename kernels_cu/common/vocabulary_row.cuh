@@ -75,10 +75,10 @@ CUKIT_DEVICE float log2_mass_over(const Mass& mass, float logit, float scale) {
 // thread t has t + k * THREADS, k < count, in every sweep: its vectors in shared memory need no
 // barrier.
 struct RowSlice {
-  long long base;    // of the row, in elements
-  int first_column;  // of this thread's first vector
-  int count;         // vectors of this thread
-  int loose_column;  // this thread's element outside the vectors, or -1
+  long long base;     // of the row, in elements
+  int first_column;   // of this thread's first vector
+  int count;          // vectors of this thread
+  int scalar_column;  // this thread's element outside the vectors, or -1
   int block_begin, block_end;  // columns of the block's vectors
   int tail;                    // the first column after all vectors
   int rank;                    // of the block
@@ -94,8 +94,10 @@ struct RowSlice {
     const int thread = static_cast<int>(threadIdx.x);
     first_column = head + (first_vec + thread) * VEC;
     count = (num_vecs - thread + THREADS - 1) / THREADS;
-    const int loose = columns - row_vecs * VEC;
-    loose_column = rank > 0 || thread >= loose ? -1 : thread < head ? thread : columns - loose + thread;
+    const int scalars = columns - row_vecs * VEC;
+    scalar_column = rank > 0 || thread >= scalars ? -1
+                    : thread < head               ? thread
+                                                  : columns - scalars + thread;
     block_begin = head + first_vec * VEC;
     block_end = block_begin + num_vecs * VEC;
     tail = head + row_vecs * VEC;
@@ -110,8 +112,8 @@ struct RowSlice {
   // Whether this thread owns a column.
   CUKIT_DEVICE bool owns(int column) const {
     const int offset = column - first_column;
-    return column == loose_column || (offset >= 0 && offset % (THREADS * VEC) < VEC &&
-                                      offset / (THREADS * VEC) < count);
+    return column == scalar_column || (offset >= 0 && offset % (THREADS * VEC) < VEC &&
+                                       offset / (THREADS * VEC) < count);
   }
 
   CUKIT_DEVICE int column(int k) const { return first_column + k * (THREADS * VEC); }
@@ -147,7 +149,7 @@ struct RowSlice {
 #pragma unroll
     for (int j = 0; j < VEC; ++j) zeros[j] = from_float<element_t>(0.0f);
     for (int k = 0; k < count; ++k) write(tensor, k, zeros);
-    if (loose_column >= 0) tensor[base + loose_column] = zeros[0];
+    if (scalar_column >= 0) tensor[base + scalar_column] = zeros[0];
   }
 };
 

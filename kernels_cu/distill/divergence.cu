@@ -171,12 +171,12 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
   statistics.scale = cukit::kLog2E * factors.inverse_temperature;
   statistics.student_logits = cukit::Logits(factors.student);
   statistics.teacher_logits = cukit::Logits(factors.teacher);
-  const bool has_loose = slice.loose_column >= 0;
+  const bool has_scalar = slice.scalar_column >= 0;
   const int kept = min(slice.count, CACHED);
-  Single loose_student[1], loose_teacher[1];
-  if (has_loose) {
-    loose_student[0][0] = student[slice.base + slice.loose_column];
-    loose_teacher[0][0] = teacher[slice.base + slice.loose_column];
+  Single scalar_student[1], scalar_teacher[1];
+  if (has_scalar) {
+    scalar_student[0][0] = student[slice.base + slice.scalar_column];
+    scalar_teacher[0][0] = teacher[slice.base + slice.scalar_column];
   }
   // Thread t caches its k-th vectors at (2 k + tensor) * THREADS + t.
   Vector* const mine = cache + threadIdx.x;
@@ -219,9 +219,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
     }
     add(batch, of_student, of_teacher);
   });
-  if (has_loose) {
-    statistics.cover(loose_student, loose_teacher);
-    statistics.add(loose_student[0], loose_teacher[0]);
+  if (has_scalar) {
+    statistics.cover(scalar_student, scalar_teacher);
+    statistics.add(scalar_student[0], scalar_teacher[0]);
   }
   cukit::Mass masses[kMasses + (PHASE == 1 ? 2 : 0)];
   masses[kStudent] = statistics.student;
@@ -321,9 +321,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
               [&](const Vector& gradient) { slice.write(grad, k, gradient); });
       }
     });
-    if (has_loose) {
-      visit(loose_student[0], loose_teacher[0], [&](const Single& gradient) {
-        grad[slice.base + slice.loose_column] = gradient[0];
+    if (has_scalar) {
+      visit(scalar_student[0], scalar_teacher[0], [&](const Single& gradient) {
+        grad[slice.base + slice.scalar_column] = gradient[0];
       });
     }
   };

@@ -161,27 +161,27 @@ struct ForwardKlRow : RowMasses {
   }
 
   // (q - p) * teacher mass of an element. Its term of the divergence, times the teacher's mass, is
-  // added to `share`, except with Sweep::Apart, where the divergence is already known.
+  // added to `divergence_sum`, except with Sweep::Apart, where the divergence is already known.
   template <Sweep sweep>
-  CUKIT_DEVICE float difference(float student_z, float teacher_z, float& share) const {
+  CUKIT_DEVICE float difference(float student_z, float teacher_z, float& divergence_sum) const {
     const float p = teacher.term(teacher_z, scale);
     if constexpr (sweep == Sweep::Apart) return fmaf(student.term(student_z, scale), mass_ratio, -p);
     const float b = distance(student_z, teacher_z);
     const float series = b * b * remainder_series(b);
     const float near = fmaf(b, -kLn2, series);
     if constexpr (sweep == Sweep::Near) {
-      share = fmaf(p, series, share);
+      divergence_sum = fmaf(p, series, divergence_sum);
       return p * near;
     }
     const bool is_near = fabsf(b) < kNear;
     if constexpr (sweep == Sweep::Close) {
       const float far = exp2f(-b) - 1.0f;  // q / p - 1
-      share = fmaf(p, is_near ? series : fmaf(b, kLn2, far), share);
+      divergence_sum = fmaf(p, is_near ? series : fmaf(b, kLn2, far), divergence_sum);
       return p * (is_near ? near : far);
     } else {
       const float far = fmaf(student.term(student_z, scale), mass_ratio, -p);
       // For p = 0, d is infinite or NaN, but the term p d is 0.
-      share += is_near ? p * series : p > 0.0f ? fmaf(p * b, kLn2, far) : far;
+      divergence_sum += is_near ? p * series : p > 0.0f ? fmaf(p * b, kLn2, far) : far;
       return is_near ? p * near : far;
     }
   }
@@ -453,10 +453,10 @@ using DivergenceRow = CentredRow;
 
 template <Sweep sweep, typename Row, int N>
 CUKIT_DEVICE void differences(const Row& row, float (&into)[N], const float (&of_student)[N],
-                              const float (&of_teacher)[N], float& share) {
+                              const float (&of_teacher)[N], float& divergence_sum) {
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    into[j] = row.template difference<sweep>(of_student[j], of_teacher[j], share);
+    into[j] = row.template difference<sweep>(of_student[j], of_teacher[j], divergence_sum);
   }
 }
 
@@ -465,7 +465,7 @@ CUKIT_DEVICE void differences(const Row& row, float (&into)[N], const float (&of
 template <Sweep sweep, typename Row, int N>
 CUKIT_DEVICE void gradient_of(const Row& row, Vec<element_t, N>& into,
                               const Vec<element_t, N>& of_student,
-                              const Vec<element_t, N>& of_teacher, float& share,
+                              const Vec<element_t, N>& of_teacher, float& divergence_sum,
                               float hard_target = 0.0f) {
   float z[N], teacher_z[N], g[N];
   row.student_logits.load(z, of_student);
@@ -474,10 +474,10 @@ CUKIT_DEVICE void gradient_of(const Row& row, Vec<element_t, N>& into,
     float widest = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; ++j) widest = fmaxf(widest, fabsf(row.distance(z[j], teacher_z[j])));
-    widest < kNear ? differences<Sweep::Near>(row, g, z, teacher_z, share)
-                   : differences<Sweep::Close>(row, g, z, teacher_z, share);
+    widest < kNear ? differences<Sweep::Near>(row, g, z, teacher_z, divergence_sum)
+                   : differences<Sweep::Close>(row, g, z, teacher_z, divergence_sum);
   } else {
-    differences<sweep>(row, g, z, teacher_z, share);
+    differences<sweep>(row, g, z, teacher_z, divergence_sum);
   }
 #pragma unroll
   for (int j = 0; j < N; ++j) {

@@ -35,11 +35,11 @@ class LogitRow {
   RowSlice slice;
 
   // cache: CACHED * THREADS vectors of shared memory.
-  CUKIT_DEVICE LogitRow(const element_t* row_values, const Logits& logits, Vector* cache,
+  CUKIT_DEVICE LogitRow(const element_t* values, const Logits& logits, Vector* cache,
                         long long row, const LogitRows& rows, int rank)
-      : slice(row, rows.row_stride, rows.columns, rank), values_(row_values), logits_(logits),
+      : slice(row, rows.row_stride, rows.columns, rank), values_(values), logits_(logits),
         mine_(cache + threadIdx.x), kept_(min(slice.count, CACHED)) {
-    if (has_loose()) loose_[0][0] = values_[slice.base + slice.loose_column];
+    if (has_scalar()) scalar_[0][0] = values_[slice.base + slice.scalar_column];
   }
 
   // Adds this thread's part of sum_v 2^(scale z_v) to a mass, for each scale.
@@ -73,9 +73,9 @@ class LogitRow {
       }
       add_batch(batch, vectors);
     });
-    if (has_loose()) {
-      cover(masses, scales, loose_);
-      add(masses, scales, loose_[0]);
+    if (has_scalar()) {
+      cover(masses, scales, scalar_);
+      add(masses, scales, scalar_[0]);
     }
   }
 
@@ -104,14 +104,14 @@ class LogitRow {
         slice.write(to, k, vectors[i]);
       }
     });
-    if (has_loose()) {
-      replace(loose_[0], masses, scales, factors);
-      to[slice.base + slice.loose_column] = loose_[0][0];
+    if (has_scalar()) {
+      replace(scalar_[0], masses, scales, factors);
+      to[slice.base + slice.scalar_column] = scalar_[0][0];
     }
   }
 
  private:
-  CUKIT_DEVICE bool has_loose() const { return slice.loose_column >= 0; }
+  CUKIT_DEVICE bool has_scalar() const { return slice.scalar_column >= 0; }
 
   template <int Masses, int N, int Batch>
   CUKIT_DEVICE void cover(Mass (&masses)[Masses], const float (&scales)[Masses],
@@ -157,7 +157,7 @@ class LogitRow {
   Logits logits_;
   Vector* mine_;
   int kept_;
-  Single loose_[1];
+  Single scalar_[1];
 };
 
 }  // namespace cukit

@@ -34,13 +34,13 @@ static_assert(kStageEntries * kSlots <= cukit::kWarpSize, "one lane per block of
 
 // The entries of a stage, distributed over the lanes of each warp.
 struct StageEntries {
-  int number;  // index of block (entry lane / kSlots, slot lane % kSlots), or -1
-  int column;  // block column of entry `lane`
+  int block_index;  // of block (entry lane / kSlots, slot lane % kSlots), or -1
+  int column;       // block column of entry `lane`
 
-  CUKIT_DEVICE StageEntries(const int* columns, const int* numbers, int entry, int end) {
+  CUKIT_DEVICE StageEntries(const int* columns, const int* block_indices, int entry, int end) {
     const int lane = threadIdx.x % cukit::kWarpSize;
     const bool exists = lane < kStageEntries * kSlots && entry + lane / kSlots < end;
-    number = exists ? numbers[static_cast<long long>(entry) * kSlots + lane] : -1;
+    block_index = exists ? block_indices[static_cast<long long>(entry) * kSlots + lane] : -1;
     column = lane < kStageEntries && entry + lane < end ? columns[entry + lane] : -1;
   }
 };
@@ -50,12 +50,13 @@ CUKIT_DEVICE void start_stage(unsigned stage, const T* values, const T* dense, i
                               const StageEntries& entries, int first_column,
                               const cukit::BsrParameters& p) {
   TileA::for_chunks(stage, [&](unsigned at, int row, int k) {
-    const int number =
-        __shfl_sync(cukit::kFullMask, entries.number, k / BLOCK * kSlots + row / BLOCK);
+    const int block_index =
+        __shfl_sync(cukit::kFullMask, entries.block_index, k / BLOCK * kSlots + row / BLOCK);
     const int block_row = row % BLOCK, block_k = k % BLOCK + within;
-    if (number >= 0) {
+    if (block_index >= 0) {
       const int element = SPARSE_TRANSPOSED ? block_k * BLOCK + block_row : block_row * BLOCK + block_k;
-      cukit::cp_async_16(at, values + static_cast<long long>(number) * BLOCK * BLOCK + element);
+      cukit::cp_async_16(
+          at, values + static_cast<long long>(block_index) * BLOCK * BLOCK + element);
     }
   });
   TileB::for_chunks(stage + cukit::kBsrOperandBytes, [&](unsigned at, int tile_column, int k) {
@@ -131,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) bsr_matmul_sm80(
     const int* __restrict__ order,     // [groups]: groups of kSlots block rows, longest first
     const int* __restrict__ starts,    // [groups + 1]: entries before each group
     const int* __restrict__ columns,   // [entries]: block column
-    const int* __restrict__ numbers,   // [entries, kSlots]: index of the row's block there, or -1
+    const int* __restrict__ block_indices,  // [entries, kSlots]: of the row's block there, or -1
     const cukit::BsrParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   __shared__ unsigned stage_bits[STAGES];
@@ -147,13 +148,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) bsr_matmul_sm80(
   cukit::clear(acc);
   const auto entry_of = [&](int stage) { return first + stage / kEntryStages * kStageEntries; };
   // Indices are read one stage early, so that copies do not wait for them.
-  StageEntries ahead(columns, numbers, entry_of(0), end);
+  StageEntries ahead(columns, block_indices, entry_of(0), end);
   cukit::bsr_stages<STAGES>(
       (end - first + kStageEntries - 1) / kStageEntries * kEntryStages,
       [&](int stage, int buffer) {
         const StageEntries entries = ahead;
-        ahead = StageEntries(columns, numbers, entry_of(stage + 1), end);
-        const unsigned bits = __ballot_sync(cukit::kFullMask, entries.number >= 0);
+        ahead = StageEntries(columns, block_indices, entry_of(stage + 1), end);
+        const unsigned bits = __ballot_sync(cukit::kFullMask, entries.block_index >= 0);
         if (threadIdx.x == 0) stage_bits[buffer] = bits;
         start_stage(stages + buffer * cukit::kBsrStageBytes, values, dense,
                     stage % kEntryStages * cukit::kBsrTileK, entries, first_column, p);

@@ -76,13 +76,13 @@ struct Operands {
   const cukit::TensorMap* zeros;
   const cukit::TensorMap* dense;
   const int* block_columns;
-  const int* numbers;
+  const int* block_indices;
   int columns;  // of op(d)
 
   // The indices of an entry.
   struct Entry {
     int block_column;
-    int numbers[Shape::kSlots];  // of the blocks, or -1
+    int block_indices[Shape::kSlots];  // of the blocks, or -1
   };
 
   CUKIT_DEVICE Entry entry(int index) const {
@@ -90,7 +90,7 @@ struct Operands {
     entry.block_column = block_columns[index];
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
-      entry.numbers[slot] = numbers[index * Shape::kSlots + slot];
+      entry.block_indices[slot] = block_indices[index * Shape::kSlots + slot];
     }
     return entry;
   }
@@ -127,7 +127,8 @@ struct Operands {
               from.block_column = __shfl_sync(cukit::kFullMask, indices.block_column, i + part);
 #pragma unroll
               for (int slot = 0; slot < Shape::kSlots; ++slot) {
-                from.numbers[slot] = __shfl_sync(cukit::kFullMask, indices.numbers[slot], i + part);
+                from.block_indices[slot] =
+                    __shfl_sync(cukit::kFullMask, indices.block_indices[slot], i + part);
               }
               if (lane == 0) {
                 load(stage + part * Shape::kPartBytes, full, tile.column, from, step * kPartK,
@@ -153,10 +154,10 @@ struct Operands {
     load_dense(part + TileA::kBytes, full, first_column, entry.block_column * BLOCK + within);
 #pragma unroll
     for (int slot = 0; slot < Shape::kSlots; ++slot) {
-      const int number = entry.numbers[slot];
-      const bool exists = number >= 0;
+      const int block_index = entry.block_indices[slot];
+      const bool exists = block_index >= 0;
       const cukit::TensorMap* const from = exists || kZerosOutside ? values : zeros;
-      const int row = exists          ? number * BLOCK
+      const int row = exists          ? block_index * BLOCK
                       : kZerosOutside ? 1 << 30
                                       : static_cast<int>(missing++ * BLOCK % kZeroRows);
       if constexpr (CLUSTER > 1) {
@@ -236,9 +237,9 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) bsr
     const int4* __restrict__ work,     // [clusters of the grid, turns]: group, first column, entry
                                        // begin and end
     const int* __restrict__ block_columns,  // [entries + kWarpSize]: of op(s)
-    const int* __restrict__ numbers,  // [entries + kWarpSize, kSlots]: index of a block, or -1
+    const int* __restrict__ block_indices,  // [entries + kWarpSize, kSlots]: -1 without a block
     const int n, const int turns) {
-  const Operands operands{&values, &zeros, &dense, block_columns, numbers, n};
+  const Operands operands{&values, &zeros, &dense, block_columns, block_indices, n};
   cukit::multiply_listed<Shape, Tile, STAGES, CLUSTER>(
       work, turns,
       [&](auto& pipeline, unsigned char* stages, const auto& schedule) {

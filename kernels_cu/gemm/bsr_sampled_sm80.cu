@@ -29,15 +29,15 @@ static_assert(THREADS == cukit::kBsrThreads, "eight warps");
 
 // For lane m * kPairs + pair, the index of the block that contains row tile m and column tile pair
 // `pair` of the warp, or -1 if the pattern does not have that block.
-CUKIT_DEVICE int block_number(const int* numbers, int entry, int end) {
+CUKIT_DEVICE int find_block(const int* block_indices, int entry, int end) {
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int slot = (cukit::bsr_warp_row() + lane / kPairs * 16) / BLOCK;
   const int at = entry + (cukit::bsr_warp_column() + lane % kPairs * 16) / BLOCK;
   const bool exists = lane < cukit::kBsrRowTiles * kPairs && at < end;
-  return exists ? numbers[static_cast<long long>(at) * kSlots + slot] : -1;
+  return exists ? block_indices[static_cast<long long>(at) * kSlots + slot] : -1;
 }
 
-// `bits`: mask of the lanes for which block_number found a block.
+// `bits`: mask of the lanes for which find_block found a block.
 CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& acc, const cukit::BsrLeft<A_TRANSPOSED>& a,
                                  const cukit::BsrRight<!B_TRANSPOSED>& b, unsigned bits, int bytes) {
   if (bits == 0) return;
@@ -62,13 +62,13 @@ CUKIT_DEVICE void multiply_stage(cukit::BsrAccumulators& acc, const cukit::BsrLe
   }
 }
 
-CUKIT_DEVICE void store_blocks(const cukit::BsrAccumulators& acc, T* values, int number) {
+CUKIT_DEVICE void store_blocks(const cukit::BsrAccumulators& acc, T* values, int block_index) {
   const int lane = threadIdx.x % cukit::kWarpSize;
 #pragma unroll
   for (int m = 0; m < cukit::kBsrRowTiles; ++m)
 #pragma unroll
     for (int n = 0; n < cukit::kBsrColumnTiles; ++n) {
-      const int block = __shfl_sync(cukit::kFullMask, number, m * kPairs + n / 2);
+      const int block = __shfl_sync(cukit::kFullMask, block_index, m * kPairs + n / 2);
       if (block < 0) continue;
       const int row = (cukit::bsr_warp_row() + 16 * m) % BLOCK + lane / 4;
       const int column = (cukit::bsr_warp_column() + 8 * n) % BLOCK + lane % 4 * 2;
@@ -89,14 +89,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) bsr_sampled_sm80(
     T* __restrict__ values,           // [blocks, BLOCK, BLOCK]
     const int4* __restrict__ work,    // [gridDim.x]: group of block rows, entry begin and end, 0
     const int* __restrict__ columns,  // [entries]: block column
-    const int* __restrict__ numbers,  // [entries, kSlots]: index of the row's block there, or -1
+    const int* __restrict__ block_indices,  // [entries, kSlots]: of the row's block there, or -1
     const cukit::BsrParameters p) {
   CUKIT_DYNAMIC_SHARED(unsigned char, shared);
   const unsigned stages = cukit::shared_address(shared);
   const int4 tile = work[blockIdx.x];
   const int first_row = tile.x * cukit::kBsrTile;
-  const int number = block_number(numbers, tile.y, tile.z);
-  const unsigned bits = __ballot_sync(cukit::kFullMask, number >= 0);
+  const int block_index = find_block(block_indices, tile.y, tile.z);
+  const unsigned bits = __ballot_sync(cukit::kFullMask, block_index >= 0);
   const int lane = threadIdx.x % cukit::kWarpSize;
   const int lane_column = tile.y + lane < tile.z ? columns[tile.y + lane] : -1;
 
@@ -128,5 +128,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) bsr_sampled_sm80(
       [&](int, int buffer) {
         multiply_stage(acc, left, right, bits, buffer * cukit::kBsrStageBytes);
       });
-  store_blocks(acc, values, number);
+  store_blocks(acc, values, block_index);
 }

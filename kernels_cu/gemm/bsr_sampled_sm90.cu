@@ -86,7 +86,7 @@ struct Operands {
 struct Epilogue {
   unsigned char* buffers;
   const cukit::TensorMap* values;
-  const int* numbers;
+  const int* block_indices;
   int consumer;
 
   CUKIT_DEVICE void store(const float (&acc)[Shape::kWidth / 2], const Tile& tile) const {
@@ -99,10 +99,11 @@ struct Epilogue {
                    if (slot >= tile.count) return;
 #pragma unroll
                    for (int row = 0; row < Shape::kSlots; ++row) {
-                     const int number = numbers[(tile.entry + slot) * Shape::kSlots + row];
-                     if (number < 0) continue;
+                     const int block_index =
+                         block_indices[(tile.entry + slot) * Shape::kSlots + row];
+                     if (block_index < 0) continue;
                      cukit::tma_store_2d(values, buffer + row * BLOCK * Store::Piece::kRowBytes,
-                                         column % BLOCK, number * BLOCK + first_row);
+                                         column % BLOCK, block_index * BLOCK + first_row);
                    }
                  });
   }
@@ -118,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
     const __grid_constant__ cukit::TensorMap values,  // [blocks * BLOCK, BLOCK]
     const int4* __restrict__ work,  // [blocks of the grid, turns]: group, first entry, count, steps
     const int* __restrict__ block_columns,  // [entries]
-    const int* __restrict__ numbers,        // [entries, kSlots]: index of the row's block, or -1
+    const int* __restrict__ block_indices,  // [entries, kSlots]: of the row's block, or -1
     const int turns) {
   const Operands operands{&a, &b, block_columns};
   cukit::multiply_listed<Shape, Tile, STAGES>(
@@ -127,6 +128,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) bsr_sampled_sm90(
         if (threadIdx.x == 0) cukit::produce(pipeline, stages, schedule, operands);
       },
       [&](unsigned char* buffers, int consumer) {
-        return Epilogue{buffers, &values, numbers, consumer};
+        return Epilogue{buffers, &values, block_indices, consumer};
       });
 }

@@ -79,16 +79,16 @@ struct Epilogue {
   unsigned char* buffers;
   const cukit::TensorMap* grad;
   int rows, columns;  // of h
-  int group;          // this consumer
+  int consumer;
   unsigned phase;     // of the tile's parts
 
   template <typename Sums>
   CUKIT_DEVICE void store(const Sums& sums, const Tile& tile) {
-    const int first = ALTERNATING ? 0 : group;  // 64-row tile of sums[0]
+    const int first = ALTERNATING ? 0 : consumer;  // 64-row tile of sums[0]
     cukit::PipelineState<kParts> before;
     // Ensures that the first thread has released the buffers of this consumer's previous tile;
     // otherwise another thread's wait for the release in the turn before could return early.
-    if constexpr (ALTERNATING) cukit::named_sync(1 + group, kWarpgroupThreads);
+    if constexpr (ALTERNATING) cukit::named_sync(1 + consumer, kWarpgroupThreads);
 #pragma unroll
     for (int index = 0; index < Shape::kRowTiles * kColumnParts; ++index) {
       const int row_tile = index / kColumnParts, part = index % kColumnParts;
@@ -98,7 +98,7 @@ struct Epilogue {
       z->wait(state);
       differentiate(sums[row_tile], part, buffer);
       cukit::fence_proxy_async();
-      cukit::named_sync(1 + group, kWarpgroupThreads);  // the gradients are written
+      cukit::named_sync(1 + consumer, kWarpgroupThreads);  // the gradients are written
       if (threadIdx.x % kWarpgroupThreads == 0) {
         store_part(buffer, Shape::column(tile) + part * Part::kColumns,
                    Shape::row(tile) + (first + row_tile) * Part::kRows);
@@ -182,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   unsigned char* const buffers = stages + STAGES * Shape::kStageBytes;
   const auto schedule = [&](int steps) {
-    return cukit::DenseTiles<>{{(p.m + TILE_M - 1) / TILE_M, p.n / TILE_N, p.group, steps, 1}};
+    return cukit::DenseTiles<>{
+        {(p.m + TILE_M - 1) / TILE_M, p.n / TILE_N, p.raster_group, steps, 1}};
   };
   Block::prepare([&] {
     pipeline.init(kRowConsumers * cukit::kWarpgroupWarps);
@@ -199,14 +200,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
       },
       [&] {
-        const int group = Block::consumer_group();
-        Epilogue epilogue{&parts, buffers, &grad, p.m, p.n, group,
-                          ALTERNATING ? static_cast<unsigned>(group) : 0u};
+        const int consumer = Block::consumer_group();
+        Epilogue epilogue{&parts, buffers, &grad, p.m, p.n, consumer,
+                          ALTERNATING ? static_cast<unsigned>(consumer) : 0u};
         if constexpr (ALTERNATING) {
           const cukit::SharedProduct<Shape> product(stages, 0);
-          cukit::consume_alternating(pipeline, issued, group, schedule(p.steps), product, epilogue);
+          cukit::consume_alternating(pipeline, issued, consumer, schedule(p.steps), product,
+                                     epilogue);
         } else {
-          const cukit::SharedProduct<Shape> product(stages, group);
+          const cukit::SharedProduct<Shape> product(stages, consumer);
           cukit::consume(pipeline, schedule(p.steps), product, epilogue);
         }
       });

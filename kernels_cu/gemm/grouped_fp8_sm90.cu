@@ -108,10 +108,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
       },
       [&] {
-        const int group = Block::consumer_group();
-        const Scales factors{{group}};
-        const cukit::PromotedProduct<Shape, Scales, PARTIALS> product(stages, group, factors);
-        Epilogue epilogue{stages + STAGES * Operands::kStageBytes, &out, nullptr, 0, p.n, group, {}};
+        const int consumer = Block::consumer_group();
+        const Scales factors{{consumer}};
+        const cukit::PromotedProduct<Shape, Scales, PARTIALS> product(stages, consumer, factors);
+        Epilogue epilogue{stages + STAGES * Operands::kStageBytes, &out, nullptr, 0, p.n,
+                          consumer, {}};
         cukit::consume(pipeline, schedule, product, epilogue);
       });
 }

@@ -68,9 +68,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         }
       },
       [&] {
-        const int group = Block::consumer_group();
-        const cukit::GroupedProduct<Shape> product(stages, group);
-        Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &out, &kept, p.m, p.n, group,
+        const int consumer = Block::consumer_group();
+        const cukit::GroupedProduct<Shape> product(stages, consumer);
+        Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &out, &kept, p.m, p.n, consumer,
                           Transform{nullptr, p.n}};
         cukit::consume(pipeline, schedule, product, epilogue);
       });

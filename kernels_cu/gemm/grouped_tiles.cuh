@@ -37,7 +37,8 @@ struct GroupedTiles {
 
   CUKIT_DEVICE bool tile(int turn, Tile& tile) const {
     int index = static_tile(turn);
-    MatrixTiles tiles{(p.m + TileM - 1) / TileM, (p.n + Columns - 1) / Columns, p.group, p.steps, 1};
+    MatrixTiles tiles{(p.m + TileM - 1) / TileM, (p.n + Columns - 1) / Columns, p.raster_group,
+                      p.steps, 1};
     if constexpr (kRagged == Ragged::K) {
       tile.group = index / tiles.count();
       if (tile.group >= p.groups) return false;
@@ -120,14 +121,14 @@ struct GroupedEpilogue {
   const TensorMap* out;    // boxes [1, 64, kPieceColumns]; transposed: [1, kTileN, 64]
   const TensorMap* kept;   // of the values that Transform keeps: kParts times the columns of out
   int m, n;                // extents that all groups share
-  int group;               // index of this consumer
+  int consumer;
   Transform transform;
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(Accumulators& acc, const GroupTile& tile) {
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = tile.m + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      const int row = tile.m + consumer * Shape::kConsumerRows + row_tile * kWarpgroupRows;
       if (row >= (kRagged == Ragged::M ? tile.length : m)) break;
       transform.begin(row, tile.n);
       transform.prepare(acc[row_tile], row, tile.n);
@@ -150,15 +151,15 @@ struct GroupedEpilogue {
                          int column, int columns) const {
     if constexpr (kTransposed) {
       using Store = typename Transposed::Store;
-      unsigned char* const buffer = buffers + group * Store::kBytes;
-      Store::store_piece(acc, buffer, 1 + group, [&] {
+      unsigned char* const buffer = buffers + consumer * Store::kBytes;
+      Store::store_piece(acc, buffer, 1 + consumer, [&] {
         Store::Piece::store(map, buffer, row, tile.rows.below(tile.n), m);
       });
     } else {
       using Store = typename Plain::Store;
       const MatrixRow origin = kRagged == Ragged::K ? MatrixRow{tile.group, 0} : tile.rows;
       Store::template store_pieces<First>(
-          acc, buffers + group * Store::kBytes, 1 + group,
+          acc, buffers + consumer * Store::kBytes, 1 + consumer,
           [&](int piece, const unsigned char* buffer) {
             Store::Piece::store(map, buffer, column + piece * Plain::kPieceColumns,
                                 origin.below(row), columns);

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __shared__ cukit::Pipeline<STAGES> pipeline;
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   const cukit::DenseTiles<> schedule{
-      {(p.m + TILE_M - 1) / TILE_M, (p.n + TILE_N - 1) / TILE_N, p.group, p.steps, 1}};
+      {(p.m + TILE_M - 1) / TILE_M, (p.n + TILE_N - 1) / TILE_N, p.raster_group, p.steps, 1}};
   Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
   Block::run(
       [&] {
@@ -112,9 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
       },
       [&] {
-        const int group = Block::consumer_group();
-        const cukit::SharedProduct<Shape> product(stages, group);
-        Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &y, p.m, p.n, group,
+        const int consumer = Block::consumer_group();
+        const cukit::SharedProduct<Shape> product(stages, consumer);
+        Epilogue epilogue{stages + STAGES * Shape::kStageBytes, &y, p.m, p.n, consumer,
                           {cos, sin, parameters.period, parameters.rotated}};
         cukit::consume(pipeline, schedule, product, epilogue);
       });

@@ -6,7 +6,7 @@
 // With KEEPS the input of f is stored too, for the backward pass.
 //
 // Mapping: persistent blocks compute TILE_M x TILE_N tiles of the product, in rasterisation groups
-//   of `group` tile rows (common/hopper/tile_scheduler.cuh). A thread of the first warpgroup loads
+//   of `raster_group` tile rows (common/tile_scheduler.cuh). A thread of the first warpgroup loads
 //   both operands in k steps of 64, up to STAGES ahead and across tiles; each consumer warpgroup
 //   multiplies its part of the tile's rows. While a consumer stores its result, the producer loads
 //   the next tile.
@@ -85,8 +85,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   constexpr int kRows = kMulticast * TILE_M;
   constexpr int kColumns = TILE_N / PARTS;
   const cukit::DenseTiles<kMulticast> schedule{{(p.m + kRows - 1) / kRows,
-                                                (p.n + kColumns - 1) / kColumns, p.group, p.steps,
-                                                SPLITS}};
+                                                (p.n + kColumns - 1) / kColumns, p.raster_group,
+                                                p.steps, SPLITS}};
 
   const auto operands = [&] {
     if constexpr (PARTS == 2) {
@@ -111,22 +111,22 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         }
       },
       [&] {
-        const int group = Block::consumer_group();
-        const cukit::SharedProduct<Shape> product(stages, group);
+        const int consumer = Block::consumer_group();
+        const cukit::SharedProduct<Shape> product(stages, consumer);
         unsigned char* const buffers = stages + STAGES * Shape::kStageBytes;
         const int features = TRANSPOSED ? p.m : p.n;
 #if SPLITS > 1
         Split epilogue{reinterpret_cast<float4*>(buffers), &arrived, out_elements, kept_elements, p.m,
-                       p.n, group, {bias, features}};
+                       p.n, consumer, {bias, features}};
         cukit::consume(pipeline, schedule, product, epilogue);
 #elif OVERLAPPED
-        Overlapped epilogue{buffers, &out, p.m, p.n, group, {bias, features}};
+        Overlapped epilogue{buffers, &out, p.m, p.n, consumer, {bias, features}};
         cukit::consume_overlapped(pipeline, schedule, product, epilogue);
 #elif TRANSPOSED
-        Transposed epilogue{buffers, &out, p.m, p.n, group, {bias, features}, &kept};
+        Transposed epilogue{buffers, &out, p.m, p.n, consumer, {bias, features}, &kept};
         cukit::consume(pipeline, schedule, product, epilogue);
 #else
-        Staged epilogue{buffers, &out, p.m, p.n, group, {bias, features}, &kept, &kept_up};
+        Staged epilogue{buffers, &out, p.m, p.n, consumer, {bias, features}, &kept, &kept_up};
         cukit::consume(pipeline, schedule, product, epilogue);
 #endif
         cukit::leave_cluster<kMulticast>();

@@ -4,7 +4,7 @@
 //   out = (a - zero_point) b^T * a_scale * b_scale + bias
 //
 // Mapping: a block computes a TILE_M x TILE_N tile of the result, in rasterisation groups of
-//   `group` tile rows (common/hopper/tile_scheduler.cuh). Eight warps, 2 along m and 4 along n,
+//   `raster_group` tile rows (common/tile_scheduler.cuh). Eight warps, 2 along m and 4 along n,
 //   multiply with mma.sync; cp.async loads k steps of 128, up to STAGES - 1 ahead.
 // PARTIALS 1: float8 sums over 128 of k are added in float; with BLOCKS 1, after multiplication by
 //   the scales of 128 elements of a row of a and of a 128 x 128 block of b. PARTIALS 0: one sum
@@ -17,13 +17,13 @@
 // Minimum architecture: sm_80; Float8E4M3 sm_89. Accumulates in a fixed order: deterministic.
 // Reference: cukit/reference/gemm_8bit.py.
 #include "common/codes.cuh"
-#include "common/hopper/tile_scheduler.cuh"
 #include "common/index.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/mma_narrow.cuh"
 #include "common/quant/scaled_result.cuh"
 #include "common/tile.cuh"
+#include "common/tile_scheduler.cuh"
 #include "common/types.cuh"
 #include "gemm/parameters.cuh"
 
@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) matmul_8bit_sm80(
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   const cukit::GemmParameters& size = p.linear.gemm;
   const cukit::MatrixTiles tiles{(size.m + TILE_M - 1) / TILE_M, (size.n + TILE_N - 1) / TILE_N,
-                                 size.group, size.steps, 1};
+                                 size.raster_group, size.steps, 1};
   const cukit::MatrixTile tile = tiles.at(blockIdx.x);
   const int row = tile.m * TILE_M;
   const int column = tile.n * TILE_N;

@@ -86,7 +86,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   const cukit::GemmParameters& size = p.linear.gemm;
   const cukit::DenseTiles<> schedule{{(size.m + TILE_M - 1) / TILE_M,
-                                      (size.n + TILE_N - 1) / TILE_N, size.group, size.steps,
+                                      (size.n + TILE_N - 1) / TILE_N, size.raster_group, size.steps,
                                       SPLITS}};
 #if SPLITS > 1
   __shared__ cukit::StageBarriers<1> arrived;
@@ -117,11 +117,11 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         }
       },
       [&] {
-        const int group = Block::consumer_group();
+        const int consumer = Block::consumer_group();
 #if BLOCKS
         const cukit::ScaledResult<Out> result{{nullptr, 0}, {nullptr, 0}, nullptr, nullptr,
                                               bias,         out,          size.m,  size.n};
-        const Scales scales{group};
+        const Scales scales{consumer};
 #else
         const cukit::ScaledResult<Out> result{
             {a_scales, p.a_stride}, {b_scales, p.b_stride}, zero_points, column_sums,
@@ -131,16 +131,16 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         unsigned char* const buffers = stages + STAGES * Operands::kStageBytes;
 #if SPLITS > 1
         using Epilogue = cukit::ScaledSplitEpilogue<Shape, Out, kPath, SPLITS>;
-        Epilogue epilogue{result, group, {reinterpret_cast<float4*>(buffers), &arrived}};
+        Epilogue epilogue{result, consumer, {reinterpret_cast<float4*>(buffers), &arrived}};
 #elif RESULT == 2
-        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group, buffers, &out_map};
+        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, consumer, buffers, &out_map};
 #else
-        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, group};
+        cukit::ScaledEpilogue<Shape, Out, kPath> epilogue{result, consumer};
 #endif
 #if PARTIALS
-        const cukit::PromotedProduct<Shape, Scales, PARTIALS> product(stages, group, scales);
+        const cukit::PromotedProduct<Shape, Scales, PARTIALS> product(stages, consumer, scales);
 #else
-        const cukit::SharedProduct<Shape> product(stages, group);
+        const cukit::SharedProduct<Shape> product(stages, consumer);
 #endif
         cukit::consume(pipeline, schedule, product, epilogue);
       });

@@ -9,8 +9,8 @@ namespace cukit {
 // A product out [m, n] = a [m, k] b [n, k]^T.
 struct GemmParameters {
   int m, n;
-  int steps;  // ceil(k / TILE_K), at least 1
-  int group;  // tile rows (with clusters, cluster rows) of a rasterisation group
+  int steps;         // ceil(k / TILE_K), at least 1
+  int raster_group;  // tile rows (with clusters, cluster rows) of a rasterisation group
 };
 
 // A product and the rows of the TMA boxes of its K-major operands.
@@ -53,7 +53,7 @@ struct RowStrides {
 struct GroupedParameters {
   int m, n;            // extents that all groups share; 0 for the one that differs between groups
   int steps;           // ceil(k / TILE_K), at least 1; 0 if k differs between groups
-  int group;           // tile rows of a rasterisation group
+  int raster_group;    // tile rows of a rasterisation group
   int groups;
   int longest;         // upper bound of a group's rows: the capacity, or the total number of rows
   int fixed_capacity;  // 1: each group has a capacity of `longest` rows; 0: groups are contiguous
@@ -75,11 +75,12 @@ struct BsrParameters {
 // A product of activations x [tokens, k] with a packed weight [rows, k]: out [tokens, rows].
 struct WeightOnlyParameters {
   int tokens, rows;
-  int columns;       // row length of x, k rounded up to a multiple of 8; without tensor maps only
+  int columns;       // row length of x: k rounded up to a multiple of 8; unused with tensor maps
   int steps;         // blocks of the weight along k, at least 1
-  int group;         // tile rows of a rasterisation group
+  int raster_group;  // tile rows of a rasterisation group
   int token_stride;  // of the scales of a float8 x: 0 if all tokens share one
-  int whole_tiles;   // tiles that one block computes alone; the others are split along k (stream-K)
+  // Number of tiles that are not split along k (stream-K); with SPLITS > 1, the number of blocks.
+  int whole_tiles;
 };
 
 // A product out [tokens, columns] = x [tokens, depth] w [depth, columns]; strides in elements.

@@ -1,4 +1,4 @@
-// The sum of two partial results of a matrix product (cukit/gemm/dispatch/tree.py).
+// The sum of two partial results of a matrix product (cukit/gemm/dense/tree.py).
 //
 //   out = a + b      in float, rounded once
 //

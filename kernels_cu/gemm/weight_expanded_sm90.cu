@@ -54,7 +54,7 @@ static_assert(FLOAT8 && BITS == 4 && GROUP == cukit::kBlockColumns, "a group is 
 // One scale for 128 elements of a row of the weight.
 struct RowScales {
   static constexpr int kStageBytes = kUnits * kUnitScaleBytes;
-  int group;  // this consumer
+  int consumer;
 
   struct Factors {
     float of[2];  // for the lane's two rows
@@ -63,7 +63,7 @@ struct RowScales {
   class Cursor {
    public:
     CUKIT_DEVICE Cursor(const RowScales& scales, const cukit::MatrixTile&)
-        : row_(scales.group * Shape::kGroupRows + cukit::accumulator_row()) {}
+        : row_(scales.consumer * Shape::kConsumerRows + cukit::accumulator_row()) {}
 
     CUKIT_DEVICE Factors factors(const unsigned char* stage, int row_tile) const {
       const float* const scales = reinterpret_cast<const float*>(stage + Shape::kStageBytes) + row_ +
@@ -126,7 +126,9 @@ struct Expansion {
   unsigned char* expanded;
   int* claimed;  // packed blocks
   int* ready;    // [tile rows, steps]: packed blocks that have been expanded
-  int steps, units, group;  // units: along the rows; group: tile rows of a rasterisation group
+  int steps;
+  int units;         // along the rows
+  int raster_group;  // tile rows of a rasterisation group
 
   // Packed blocks of a tile row and step.
   CUKIT_DEVICE int expected(int tile_row) const {
@@ -138,7 +140,7 @@ struct Expansion {
   CUKIT_DEVICE void run(unsigned char* strip, const unsigned char* tables) const {
     const int lane = threadIdx.x % cukit::kWarpSize;
     const int blocks = 2 * units;
-    const int group_blocks = kTileBlocks * group;
+    const int group_blocks = kTileBlocks * raster_group;
     for (;;) {
       int claim = 0;
       if (lane == 0) claim = atomicAdd(claimed, 1);
@@ -249,17 +251,18 @@ struct Results {
   Epilogue epilogue;
   const cukit::TensorMap* out;
   unsigned char* buffer;  // of this consumer
-  int group;
+  int consumer;
 
   CUKIT_DEVICE void store(Product::Accumulators& sums, const cukit::MatrixTile& tile) const {
     const int token = tile.n * TOKENS;
 #pragma unroll
     for (int i = 0; i < Shape::kRowTiles; ++i) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + i * cukit::kWarpgroupRows;
+      const int row =
+          Shape::row(tile) + consumer * Shape::kConsumerRows + i * cukit::kWarpgroupRows;
       epilogue.finish(sums[i], row, token);
 #pragma unroll
       for (int first = 0; first < TOKENS; first += PIECE) {
-        Store::store_piece(&sums[i][first / 2], buffer, 1 + group, [&] {
+        Store::store_piece(&sums[i][first / 2], buffer, 1 + consumer, [&] {
           if (row < epilogue.rows && token + first < epilogue.tokens) {
             Store::Piece::store(out, buffer, row, token + first, epilogue.rows);
           }
@@ -287,13 +290,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_expanded_sm90(
   __shared__ __align__(16) unsigned char tables[Codes::kTableBytes];
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   const cukit::DenseTiles<> schedule{{(p.rows + Shape::kTileM - 1) / Shape::kTileM,
-                                      (p.tokens + TOKENS - 1) / TOKENS, p.group, p.steps, 1}};
+                                      (p.tokens + TOKENS - 1) / TOKENS, p.raster_group, p.steps,
+                                      1}};
   Codes::prepare(tables, threadIdx.x, THREADS);
   Block::prepare([&] { pipeline.init(Block::kConsumerWarps); });
   Block::run(
       [&] {
         const int units = (p.rows + Unit::kRows - 1) / Unit::kRows;
-        const Expansion expansion{weight, expanded, counters, counters + 1, p.steps, units, p.group};
+        const Expansion expansion{weight, expanded, counters, counters + 1, p.steps, units,
+                                  p.raster_group};
         const int warp = cukit::warp_uniform(threadIdx.x / cukit::kWarpSize);
         if (warp == 0) {
           expansion.produce(pipeline, stages, schedule, {&x, expanded, p.steps, units});
@@ -302,12 +307,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) weight_expanded_sm90(
         }
       },
       [&] {
-        const int group = Block::consumer_group();
-        const Product product(stages, group, RowScales{group});
+        const int consumer = Block::consumer_group();
+        const Product product(stages, consumer, RowScales{consumer});
         Results results{{bias, nullptr, token_scales, p.token_stride, p.tokens, p.rows},
                         &out,
-                        stages + STAGES * Operands::kStageBytes + group * Store::kBytes,
-                        group};
+                        stages + STAGES * Operands::kStageBytes + consumer * Store::kBytes,
+                        consumer};
         cukit::consume(pipeline, schedule, product, results);
       });
 }

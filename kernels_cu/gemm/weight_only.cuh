@@ -8,10 +8,10 @@
 //   in float; TOKENS of a tile; CONSUMERS: warpgroups with 64 rows of the weight each.
 #pragma once
 
-#include "common/hopper/tile_scheduler.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/warp_group.cuh"
+#include "common/tile_scheduler.cuh"
 #include "common/types.cuh"
 #include "gemm/weight_codes.cuh"
 
@@ -95,8 +95,8 @@ CUKIT_DEVICE void add_scaled(TileAccumulators& acc, const TileAccumulators& grou
 }
 
 // The first row of a consumer's part of a tile.
-CUKIT_DEVICE int first_row(const Tile& tile, int group) {
-  return (tile.m * CONSUMERS + group) * cukit::kBlockRows;
+CUKIT_DEVICE int first_row(const Tile& tile, int consumer) {
+  return (tile.m * CONSUMERS + consumer) * cukit::kBlockRows;
 }
 
 // The epilogue of 64 rows starting at `row` and 2 N tokens starting at `token`.
@@ -155,7 +155,7 @@ struct StreamKFixup {
   int* arrivals;   // [shared tiles][CONSUMERS], zeros before and after the launch
   int* last;       // this consumer's word in shared memory
   int tokens;
-  int group;  // this consumer
+  int consumer;
 
   // Returns whether `acc` now holds the complete tile.
   CUKIT_DEVICE bool complete(TileAccumulators& acc, const Tile& tile) const {
@@ -163,8 +163,8 @@ struct StreamKFixup {
   }
 
  private:
-  CUKIT_DEVICE float4* piece(int place) const {
-    return pieces + (place * CONSUMERS + group) * (TOKENS / 8) * 128 + threadIdx.x % 128;
+  CUKIT_DEVICE float4* piece(int slot) const {
+    return pieces + (slot * CONSUMERS + consumer) * (TOKENS / 8) * 128 + threadIdx.x % 128;
   }
 
   // In the last block to arrive, adds up the parts of the tile; returns false in the others.
@@ -172,26 +172,26 @@ struct StreamKFixup {
     const int used = min((tokens - tile.n * TOKENS + 7) / 8, TOKENS / 8);  // groups of 8 tokens
     const int first = schedule.first_block(tile.shared);
     const int end = schedule.last_block(tile.shared) + 1;
-    float4* const own = piece(schedule.place(blockIdx.x, tile.shared));
+    float4* const own = piece(schedule.slot(blockIdx.x, tile.shared));
 #pragma unroll
     for (int n = 0; n < TOKENS / 8; ++n) {
       if (n < used) {
         own[n * 128] = make_float4(acc[4 * n], acc[4 * n + 1], acc[4 * n + 2], acc[4 * n + 3]);
       }
     }
-    cukit::named_sync(1 + group, 128);
+    cukit::named_sync(1 + consumer, 128);
     if (threadIdx.x % 128 == 0) {
-      int* const counter = arrivals + tile.shared * CONSUMERS + group;
+      int* const counter = arrivals + tile.shared * CONSUMERS + consumer;
       __threadfence();
       const bool is_last = atomicAdd(counter, 1) == end - first - 1;
       __threadfence();
       if (is_last) *counter = 0;
       *last = is_last;
     }
-    cukit::named_sync(1 + group, 128);
+    cukit::named_sync(1 + consumer, 128);
     if (!*last) return false;
     // Only the first block can have its part in its second slot, at the end of its range of steps.
-    const float4* from = piece(schedule.place(first, tile.shared));
+    const float4* from = piece(schedule.slot(first, tile.shared));
     clear(acc);
 #pragma unroll(TOKENS <= 32 ? 4 : 1)
     for (int block = first; block < end; ++block) {

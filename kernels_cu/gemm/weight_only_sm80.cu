@@ -7,7 +7,7 @@
 // and tokens its eight columns.
 //
 // Mapping: a persistent grid computes tiles of CONSUMERS * 64 rows x TOKENS tokens; the tiles of an
-//   incomplete last round are split along k (StreamKTiles, common/hopper/tile_scheduler.cuh). All
+//   incomplete last round are split along k (StreamKTiles, common/tile_scheduler.cuh). All
 //   threads copy k steps of 128 columns by cp.async, STAGES - 1 steps ahead. Warp w has rows 16 w
 //   .. 16 w + 15 of the tile: it decodes its part of the packed weight to operand a
 //   (gemm/weight_codes.cuh) and multiplies it by every token.
@@ -69,8 +69,8 @@ CUKIT_DEVICE float (&eight_tokens(TileAccumulators& acc, int n))[4] {
 
 // One step: acc += W x^T.
 CUKIT_DEVICE void multiply(TileAccumulators& acc, TileAccumulators& group_acc,
-                           const unsigned char* stage, int group) {
-  const unsigned char* const block = stage + kTileBytes + group * Weight::kBytes;
+                           const unsigned char* stage, int consumer) {
+  const unsigned char* const block = stage + kTileBytes + consumer * Weight::kBytes;
   const OperandX x(cukit::shared_address(stage), 0, 0);
   TileAccumulators& into = GROUP ? group_acc : acc;
 #pragma unroll
@@ -110,12 +110,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   constexpr int kTileRows = CONSUMERS * cukit::kBlockRows;
   const int tiles_m = (p.rows + kTileRows - 1) / kTileRows;
-  const Schedule schedule{{tiles_m, (p.tokens + TOKENS - 1) / TOKENS, p.group, p.steps, 1},
+  const Schedule schedule{{tiles_m, (p.tokens + TOKENS - 1) / TOKENS, p.raster_group, p.steps, 1},
                           p.whole_tiles};
-  const int group = threadIdx.x / 128;
+  const int consumer = threadIdx.x / 128;
   const Operands operands{x, weight, p.tokens, p.columns, p.steps, tiles_m};
   const Epilogue epilogue{bias, scales, nullptr, 0, p.tokens, p.rows};
-  const StreamKFixup shared{schedule, pieces, arrivals, last + group, p.tokens, group};
+  const StreamKFixup shared{schedule, pieces, arrivals, last + consumer, p.tokens, consumer};
 
   Tile tile;
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
@@ -131,12 +131,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) weight_only_sm80(
       __syncthreads();  // this step has arrived, and the previous step's stage is free
       const int free = index == 0 ? STAGES - 1 : index - 1;
       operands.load(stages + free * kStageBytes, tile, step + STAGES - 1);
-      multiply(acc, group_acc, stages + index * kStageBytes, group);
+      multiply(acc, group_acc, stages + index * kStageBytes, consumer);
       index = index + 1 == STAGES ? 0 : index + 1;
     }
     __syncthreads();  // all stages are free
     if (shared.complete(acc, tile)) {
-      const int row = first_row(tile, group);
+      const int row = first_row(tile, consumer);
       epilogue.finish(acc, row, tile.n * TOKENS);
       epilogue.store(out, acc, row, tile.n * TOKENS);
     }

@@ -8,7 +8,7 @@
 // (gemm/weight_codes.cuh); x, of 16-bit elements or float8, is read from shared memory.
 //
 // Mapping: a persistent grid computes tiles of CONSUMERS * 64 rows x TOKENS tokens; the tiles of an
-//   incomplete last round are split along k (StreamKTiles, common/hopper/tile_scheduler.cuh). A
+//   incomplete last round are split along k (StreamKTiles, common/tile_scheduler.cuh). A
 //   thread of the first warpgroup loads k steps of 128 columns: blocks of the packed weight by bulk
 //   copies, x by TMA. Consumer warpgroup i has rows 64 i .. 64 i + 63 of the tile.
 // SPLITS > 1: the blocks of a cluster split the k steps of one tile and add their accumulators
@@ -93,8 +93,8 @@ struct StageOperands {
   const unsigned char* tables;  // Codes::kTableBytes
   unsigned long long x;         // of stage 0
 
-  CUKIT_DEVICE StageOperands(const unsigned char* stages, const unsigned char* tables, int group)
-      : weight(stages + kWeights + group * Weight::kBytes),
+  CUKIT_DEVICE StageOperands(const unsigned char* stages, const unsigned char* tables, int consumer)
+      : weight(stages + kWeights + consumer * Weight::kBytes),
         tables(tables),
         x(TileX::k_major(stages)) {}
 
@@ -268,13 +268,13 @@ struct Results {
 
   CUKIT_DEVICE void store(TileAccumulators& acc, const Tile& tile) const {
     if (!shared.complete(acc, tile)) return;
-    const int row = first_row(tile, shared.group);
+    const int row = first_row(tile, shared.consumer);
     const int token = tile.n * TOKENS;
     epilogue.finish(acc, row, token);
     if constexpr (MAPPED_OUT) {
       if (row < epilogue.rows) {
         Store::store(acc, staging, map, row, token, epilogue.rows, epilogue.tokens,
-                     1 + shared.group);
+                     1 + shared.consumer);
       }
     } else {
       epilogue.store(out, acc, row, token);
@@ -299,12 +299,12 @@ struct SplitResults {
   Epilogue epilogue;
   Split split;
   T* out;  // [tokens, rows]
-  int group;
+  int consumer;
 
   CUKIT_DEVICE void store(TileAccumulators& acc, const Tile& tile) const {
     typename Split::Slice own;
     if (!split.exchange(own, &acc, [] {})) return;
-    const int row = first_row(tile, group);
+    const int row = first_row(tile, consumer);
     const int token = tile.n * TOKENS + cukit::cluster_rank() * Split::kSliceColumns;
     epilogue.finish(own[0], row, token);
     epilogue.store(out, own[0], row, token);
@@ -332,7 +332,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) wei
   CUKIT_DYNAMIC_SHARED(unsigned char, stages);
   constexpr int kTileRows = CONSUMERS * cukit::kBlockRows;
   const Schedule schedule{{(p.rows + kTileRows - 1) / kTileRows, (p.tokens + TOKENS - 1) / TOKENS,
-                           p.group, p.steps, SPLITS},
+                           p.raster_group, p.steps, SPLITS},
                           p.whole_tiles};
 
 #if FLOAT8
@@ -361,19 +361,19 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, 1) wei
         }
       },
       [&] {
-        const int group = Block::consumer_group();
-        const Product product{{stages, tables, group}};
+        const int consumer = Block::consumer_group();
+        const Product product{{stages, tables, consumer}};
         const Epilogue epilogue{bias, scales, token_scales, p.token_stride, p.tokens, p.rows};
         if constexpr (SPLITS > 1) {
           float4* const received =
               reinterpret_cast<float4*>(stages + kWeights + STAGES * Operands::kWeightBytes);
-          const SplitResults results{epilogue, {received, &arrived}, out, group};
+          const SplitResults results{epilogue, {received, &arrived}, out, consumer};
           cukit::consume(pipeline, schedule, product, results);
         } else {
           const Results results{epilogue,
-                                {schedule, pieces, arrivals, last + group, p.tokens, group},
+                                {schedule, pieces, arrivals, last + consumer, p.tokens, consumer},
                                 &map,
-                                stages + kPieces + group * Store::kBytes,
+                                stages + kPieces + consumer * Store::kBytes,
                                 out};
           cukit::consume(pipeline, schedule, product, results);
         }

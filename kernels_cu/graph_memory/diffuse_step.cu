@@ -1,6 +1,8 @@
 // One step of a diffusion over a sparse graph.
 //
-//   out[i] = keep * sum_e values[e] z[columns[e]] + inject * memory[i]      e: the edges of row i
+//   out[i] = transition_weight * sum_e values[e] z[columns[e]] + memory_weight * memory[i]
+//
+// e: the edges of row i.
 //
 // Memory-bound by gathering rows of z. Columns are independent, so the launcher runs all steps on a
 // slice of columns before the next slice: the gathered rows of a slice stay in L2.
@@ -9,8 +11,8 @@
 //   slices of LANES * VEC columns). Each lane loads an edge and broadcasts it by shuffles; eight
 //   gathers are in flight. Sums are accumulated in float in the order of the edges: bitwise
 //   independent of the slices.
-// Shared memory: none. Macros: DTYPE float32|float16|bfloat16; VEC 1..8; LANES 8|16|32; INJECT 0|1:
-//   add inject * memory; THREADS. Minimum architecture: sm_80. Deterministic.
+// Shared memory: none. Macros: DTYPE float32|float16|bfloat16; VEC 1..8; LANES 8|16|32; ADD_MEMORY
+//   0|1: add memory_weight * memory; THREADS. Minimum architecture: sm_80. Deterministic.
 // Reference: cukit/reference/graph_memory.py, graph_diffusion.
 #include "common/platform.cuh"
 #include "common/ptx/grid_dependency.cuh"
@@ -32,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
     const int* __restrict__ columns,  // [edges]
     const float* __restrict__ values,  // [edges]
     const T* z,                       // [num_rows, dim]
-    const T* __restrict__ memory,     // [num_rows, dim], INJECT 1
+    const T* __restrict__ memory,     // [num_rows, dim], ADD_MEMORY 1
     T* __restrict__ out,              // [num_rows, dim]
     const __grid_constant__ cukit::DiffuseParameters p) {
   const int lane = threadIdx.x % LANES;
@@ -90,14 +92,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) diffuse_step(
     const long long place = static_cast<long long>(row) * p.dim + column;
     float result[VEC];
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) result[i] = p.keep * sum[i];
-    if constexpr (INJECT) {
+    for (int i = 0; i < VEC; ++i) result[i] = p.transition_weight * sum[i];
+    if constexpr (ADD_MEMORY) {
       Part own;
       float part[VEC];
       cukit::load(own, memory + place);
       cukit::to_floats(part, own);
 #pragma unroll
-      for (int i = 0; i < VEC; ++i) result[i] = fmaf(p.inject, part[i], result[i]);
+      for (int i = 0; i < VEC; ++i) result[i] = fmaf(p.memory_weight, part[i], result[i]);
     }
     Part rounded;
     cukit::from_floats(rounded, result);

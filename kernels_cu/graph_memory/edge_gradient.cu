@@ -1,6 +1,6 @@
 // Gradient of a diffusion step with respect to the values of the edges, accumulated over steps.
 //
-//   grad_values[e] = (FIRST ? 0 : grad_values[e]) + keep * <grad[i], z[columns[e]]>
+//   grad_values[e] = (FIRST ? 0 : grad_values[e]) + transition_weight * <grad[i], z[columns[e]]>
 //
 // for the edges e of each row i.
 //
@@ -43,6 +43,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) edge_gradient(
       for (int i = 0; i < VEC; ++i) sum = fmaf(a[i], b[i], sum);
     }
     sum = cukit::warp_reduce<cukit::Sum>(sum);
-    if (lane == 0) grad_values[e] = fmaf(p.keep, sum, FIRST ? 0.0f : grad_values[e]);
+    if (lane == 0) grad_values[e] = fmaf(p.transition_weight, sum, FIRST ? 0.0f : grad_values[e]);
   }
 }

@@ -20,7 +20,7 @@ namespace {
 using T = cukit::element_t;
 using Part = cukit::Vec<T, VEC>;
 
-CUKIT_DEVICE float open(float gate) { return gate < 0.0f ? 0.0f : gate; }
+CUKIT_DEVICE float clamped_gate(float gate) { return gate < 0.0f ? 0.0f : gate; }
 
 }  // namespace
 
@@ -43,13 +43,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
   float total = 0.0f;
   cukit::ReproducibleSums<1> sum;
   for (int write = head; write >= 0; write = next[write]) {
-    total = open(gates[write]);
+    total = clamped_gate(gates[write]);
     sum.observe(0, total);
     ++count;
   }
   if (count > 1) {
     sum.scale(count);
-    for (int write = head; write >= 0; write = next[write]) sum.add(0, open(gates[write]));
+    for (int write = head; write >= 0; write = next[write]) sum.add(0, clamped_gate(gates[write]));
     total = sum.result(0);
   }
   if (lane == 0) totals[row] = total;
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
       cukit::to_floats(old, held);
       cukit::ReproducibleSums<VEC> sums;
       for (int write = head; write >= 0; write = next[write]) {
-        const float gate = open(gates[write]);
+        const float gate = clamped_gate(gates[write]);
         cukit::load(held, values + static_cast<long long>(write) * p.dim + column);
         cukit::to_floats(part, held);
 #pragma unroll
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) memory_write(
       if (count > 1) {
         sums.scale(count);
         for (int write = head; write >= 0; write = next[write]) {
-          const float gate = open(gates[write]);
+          const float gate = clamped_gate(gates[write]);
           cukit::load(held, values + static_cast<long long>(write) * p.dim + column);
           cukit::to_floats(part, held);
 #pragma unroll

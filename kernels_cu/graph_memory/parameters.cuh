@@ -20,11 +20,11 @@ struct SelectParameters {
   int k;
 };
 
-// diffuse_step; edge_gradient without `first` and `inject`
+// diffuse_step; edge_gradient without `first` and `memory_weight`
 struct DiffuseParameters {
   int num_rows, dim;
   int first;  // first column
-  float keep, inject;
+  float transition_weight, memory_weight;
 };
 
 // link_writes, memory_write, memory_write_backward

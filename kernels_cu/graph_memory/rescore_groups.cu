@@ -1,5 +1,6 @@
-// Scores of a query with the 32 rows of each of its selected groups. The products are those of
-// group_maxima.cu, so the scores are bitwise equal.
+// Scores of a query with the 32 rows of each of its selected groups, bitwise equal to the scores
+// that group_maxima.cu computes and discards: both run the same tensor-core products in the same
+// order.
 //
 // Mapping: grid (num_queries, ceil(k / warps)); one warp per group. The warp copies the group's
 //   rows to its own tile of shared memory. The query is the first row of the left operand; the

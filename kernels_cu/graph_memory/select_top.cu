@@ -1,4 +1,5 @@
-// Selects the k best entries of each row, best first; ties are ordered by index, lowest first.
+// Splits each row into parts, and selects the k best entries of each part, best first; ties are
+// ordered by index, lowest first.
 //
 // Thread t finds the best of a part's entries t, t + THREADS, ... The k-th best of these maxima is
 // a lower bound on the k-th best entry, and only the k threads whose maximum reaches the bound have
@@ -10,7 +11,8 @@
 // Shared memory: CAPACITY * 8 bytes, dynamic; CAPACITY a power of two, at least THREADS and
 //   k * ceil(ceil(count / parts) / THREADS).
 // Macros: FROM_SCORES 0|1: reads scores instead of keys; LAST 0|1: writes scores and indices
-//   instead of keys; CAPACITY; THREADS, a power of two, at least k. Minimum architecture: sm_80.
+//   instead of keys, and requires one part; CAPACITY; THREADS, a power of two, at least k. Minimum
+//   architecture: sm_80.
 // Reference: cukit/reference/graph_memory.py, retrieve_top_k.
 #include "common/platform.cuh"
 #include "graph_memory/parameters.cuh"

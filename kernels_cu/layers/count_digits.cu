@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_digits(
 #pragma unroll 4
   for (int i = threadIdx.x; i < CHUNK; i += THREADS) {
     if (begin + i < num_tokens) {
-      atomicAdd(&bins[cukit::digit_of(cukit::key_of(keys[begin + i], num_keys))], 1);
+      atomicAdd(&bins[cukit::digit_of(cukit::id_key(keys[begin + i], num_keys))], 1);
     }
   }
   __syncthreads();

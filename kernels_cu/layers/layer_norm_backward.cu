@@ -12,10 +12,10 @@
 //   the moments are combined to those about the row's mean (Chan, Golub and LeVeque): one barrier
 //   per pass, no cancellation.
 // Shared memory: static, 8 * ROWS * THREADS / 32 floats for long rows; for short rows a few floats
-//   and kColumnScratch of rows.cuh. Dynamic: that of row_feed.cuh with AHEAD.
+//   and kColumnScratch of rows.cuh. Dynamic: that of row_feed.cuh with PREFETCH.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
-//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1, FULL 0|1 of row_feed.cuh; RESIDUAL 0|1
-//   (adds grad_residual to grad_x); BIAS 0|1; BLOCKS_PER_SM resident blocks, which limits the
+//   PREFETCH), VECS_PER_THREAD, ROWS of rows.cuh; PREFETCH 0|1, FULL 0|1 of row_feed.cuh; RESIDUAL
+//   0|1 (adds grad_residual to grad_x); BIAS 0|1; BLOCKS_PER_SM resident blocks, which limits the
 //   registers per thread.
 // Requires cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.

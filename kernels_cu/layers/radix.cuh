@@ -17,7 +17,7 @@ CUKIT_DEVICE int digit_of(unsigned int key) { return (key >> SHIFT) & (kBins - 1
 
 // The key of a token id. All ids outside [0, num_keys) have the key num_keys.
 template <typename Id>
-CUKIT_DEVICE unsigned int key_of(Id id, int num_keys) {
+CUKIT_DEVICE unsigned int id_key(Id id, int num_keys) {
   return id >= 0 && id < num_keys ? static_cast<unsigned int>(id) : num_keys;
 }
 

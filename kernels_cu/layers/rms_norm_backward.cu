@@ -9,10 +9,11 @@
 //   accumulates their grad_weight in registers. At its end block b writes its sums to row b of
 //   `grad_weight_partial`; column_sum.cu reduces those rows.
 // Shared memory: static, 4 * ROWS * THREADS / 32 floats for long rows; for short rows a few floats and
-//   kColumnScratch of rows.cuh. Dynamic: that of row_feed.cuh with AHEAD.
+//   kColumnScratch of rows.cuh. Dynamic: that of row_feed.cuh with PREFETCH.
 // Macros: DTYPE float32|float16|bfloat16; THREADS, LANES, VEC (VEC * sizeof(DTYPE) <= 16, 16 with
-//   AHEAD), VECS_PER_THREAD, ROWS of rows.cuh; AHEAD 0|1, FULL 0|1 of row_feed.cuh; RESIDUAL 0|1 (adds
-//   grad_residual to grad_x); BLOCKS_PER_SM resident blocks, which limits the registers per thread.
+//   PREFETCH), VECS_PER_THREAD, ROWS of rows.cuh; PREFETCH 0|1, FULL 0|1 of row_feed.cuh; RESIDUAL
+//   0|1 (adds grad_residual to grad_x); BLOCKS_PER_SM resident blocks, which limits the registers
+//   per thread.
 // Requires cols % VEC == 0 and cols <= LANES * VEC * VECS_PER_THREAD. Minimum architecture: sm_80.
 // Accumulates in float in a fixed order: deterministic. Reference: cukit/reference/norms.py.
 #include "common/platform.cuh"

@@ -93,9 +93,9 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
   const int batch = static_cast<int>(token) / params.seq_len;
   const int index = static_cast<int>(token) - batch * params.seq_len;
 
-  const bool turns = lane < HALF_VECS;
+  const bool rotates = lane < HALF_VECS;
   // Offsets of the lane's accesses within a head; a copying lane uses only the first.
-  const int first = turns ? lane * (kPairOfAccesses ? 2 : VEC) : kHalf + lane * VEC;
+  const int first = rotates ? lane * (kPairOfAccesses ? 2 : VEC) : kHalf + lane * VEC;
   const int second = kPairOfAccesses ? first + 1 : first + kHalf;
 
   cukit::Vec<T, VEC> pairs[HEADS_PER_THREAD][2];
@@ -106,11 +106,11 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
     const T* from = head < HEADS_Q ? q + offset_of(params.q, batch, index, head)
                                    : k + offset_of(params.k, batch, index, head - HEADS_Q);
     cukit::load<cukit::Cache::Kept>(pairs[i][0], from + first);
-    if (turns) cukit::load<cukit::Cache::Kept>(pairs[i][1], from + second);
+    if (rotates) cukit::load<cukit::Cache::Kept>(pairs[i][1], from + second);
   }
 
   float cosines[VEC], sines[VEC];
-  if (turns) {
+  if (rotates) {
     long long position = index;
     if constexpr (POSITIONS == 1) position = position_ids[index];
     if constexpr (POSITIONS == 2) position = position_ids[token];
@@ -129,7 +129,7 @@ __launch_bounds__(THREADS, kResidentThreads / THREADS) rope(
     if (head >= kHeads) continue;
     T* to = head < HEADS_Q ? q_out + offset_of(params.q_out, batch, index, head)
                            : k_out + offset_of(params.k_out, batch, index, head - HEADS_Q);
-    if (turns) {
+    if (rotates) {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         T& at_a = pairs[i][first_of(j) / VEC][first_of(j) % VEC];

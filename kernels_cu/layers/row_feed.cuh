@@ -1,9 +1,9 @@
 // Loads the rows of two tensors, pass by pass, into registers.
 //
-// Macros: those of rows.cuh; AHEAD 1: asynchronous copies (cp.async) prefetch the next pass into shared
-//   memory, 4 * ROWS * VECS_PER_THREAD * THREADS vectors of 16 bytes; each thread copies only the
-//   vectors that it reads, so no barrier is needed. AHEAD 0: plain loads. FULL 1: rows have LANES *
-//   VECS_PER_THREAD * VEC elements, so no vector of a thread is outside its row.
+// Macros: those of rows.cuh; PREFETCH 1: asynchronous copies (cp.async) prefetch the next pass into
+//   shared memory, 4 * ROWS * VECS_PER_THREAD * THREADS vectors of 16 bytes; each thread copies
+//   only the vectors that it reads, so no barrier is needed. PREFETCH 0: plain loads. FULL 1: rows
+//   have LANES * VECS_PER_THREAD * VEC elements, so no vector of a thread is outside its row.
 #pragma once
 
 #include "common/platform.cuh"
@@ -27,14 +27,14 @@ class RowFeed {
   CUKIT_DEVICE RowFeed(const T* first, const T* second, int rows, int cols, long long first_row,
                        long long stride, Vector* slots)
       : tensors_{first, second}, rows_(rows), cols_(cols), stride_(stride), slots_(slots + threadIdx.x) {
-    if constexpr (AHEAD) copy(first_row);
+    if constexpr (PREFETCH) copy(first_row);
   }
 
   CUKIT_DEVICE bool holds(long long row, int vec) const { return row < rows_ && vec < cols_ / VEC; }
 
   // Loads the rows of the pass at `first_row`. Must be called once per pass, in order.
   CUKIT_DEVICE void take(Rows& first, Rows& second, long long first_row) {
-    if constexpr (AHEAD) {
+    if constexpr (PREFETCH) {
       // Prefetch into the buffer that the previous pass has read.
       half_ ^= 1;
       copy(first_row + stride_);
@@ -45,7 +45,7 @@ class RowFeed {
       const long long row = share_.row(first_row, r);
 #pragma unroll
       for (int i = 0; i < VECS_PER_THREAD; ++i) {
-        if constexpr (AHEAD) {
+        if constexpr (PREFETCH) {
           first[r][i] = *slot(half_ ^ 1, 0, r, i);
           second[r][i] = *slot(half_ ^ 1, 1, r, i);
         } else if (holds(row, share_.vec(i))) {

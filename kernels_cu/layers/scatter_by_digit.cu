@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_by_digit(
   if (warp + 1 < kWarps) {
     for (int i = lane; i < kKeysPerWarp; i += kWarpSize) {
       if (begin + i < num_tokens) {
-        const unsigned int key = cukit::key_of(keys[begin + i], num_keys);
+        const unsigned int key = cukit::id_key(keys[begin + i], num_keys);
         atomicAdd(&places[warp + 1][cukit::digit_of(key)], 1);
       }
     }
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scatter_by_digit(
 
   for (int i = lane; i < kKeysPerWarp; i += kWarpSize) {
     const bool present = begin + i < num_tokens;
-    const unsigned int key = present ? cukit::key_of(keys[begin + i], num_keys) : 0;
+    const unsigned int key = present ? cukit::id_key(keys[begin + i], num_keys) : 0;
     const int digit = present ? cukit::digit_of(key) : kBins;
     const unsigned int peers = __match_any_sync(kFullMask, digit);
     const int rank = __popc(peers & ((1u << lane) - 1));

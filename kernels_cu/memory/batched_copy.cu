@@ -8,7 +8,7 @@
 // ORDERED: destinations may overlap sources if all moves slide down: sources and destinations
 //   ascend, and every destination is below its source. A byte is then overwritten only by the tile
 //   that reads it or by a later one, so one pass suffices: blocks take tiles in order, by an atomic
-//   ticket; each block reads its whole tile into registers, sets the tile's flag in `progress`,
+//   ticket; each block reads its whole tile into registers, sets the tile's flag in `has_read`,
 //   waits for the flags of all earlier tiles that read from its destination, and writes. Forward
 //   progress: blocks with lower tickets are already running, and read without waiting.
 // PLANNED: an earlier kernel on the stream has written the moves and their number (plan_slots.cu).
@@ -69,20 +69,22 @@ CUKIT_DEVICE Readers find_readers(const Move* moves, int num_moves, long long be
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS) batched_copy(
-    unsigned char* base,              // base of all addresses; may be null
-    const Move* __restrict__ moves,   // [num_moves + 1]; `first` of the last one is the total size
-    int* progress,    // ORDERED: [1 + tiles] zeros: next ticket, flag per tile. PLANNED: [1]:
-                      // number of moves. Otherwise unused
-    int num_moves) {  // ignored with PLANNED
+    unsigned char* base,             // base of all addresses; may be null
+    const Move* __restrict__ moves,  // [num_moves + 1]; `first` of the last one is the total size
+    int* progress_or_count,          // ORDERED: [1 + tiles] zeros: next ticket, flag per tile.
+                                     // PLANNED: [1]: number of moves. Otherwise unused
+    int num_moves) {                 // ignored with PLANNED
   __shared__ int ticket;
-  int* has_read = progress + 1;
+  int* next_ticket = progress_or_count;        // ORDERED
+  int* has_read = progress_or_count + 1;       // ORDERED: flag per tile
+  const int* num_planned = progress_or_count;  // PLANNED: number of moves
   int tile = blockIdx.x;
   if constexpr (ORDERED) {
-    if (threadIdx.x == 0) ticket = atomicAdd(progress, 1);
+    if (threadIdx.x == 0) ticket = atomicAdd(next_ticket, 1);
     __syncthreads();
     tile = ticket;
   }
-  if constexpr (PLANNED) num_moves = *progress;
+  if constexpr (PLANNED) num_moves = *num_planned;
   const long long total = moves[num_moves].first;
   const int warp = threadIdx.x / cukit::kWarpSize;
   const int lane = threadIdx.x % cukit::kWarpSize;

@@ -24,7 +24,7 @@ constexpr int kWarps = THREADS / cukit::kWarpSize;
 static_assert(THREADS >= kBins, "one thread per bin");
 
 // An order-preserving unsigned key. -0 and 0 have one key; the key of NaN is 0, below all others.
-CUKIT_DEVICE unsigned key_of(T logit) {
+CUKIT_DEVICE unsigned logit_key(T logit) {
   const float value = cukit::to_float(logit) + 0.0f;
   if (value != value) return 0;
   const unsigned bits = __float_as_uint(value);
@@ -62,9 +62,9 @@ CUKIT_DEVICE Threshold find_threshold(const T* logits, int seq_len, int capacity
     if (threadIdx.x < kBins) bins[threadIdx.x] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < seq_len; i += THREADS) {
-      const unsigned key = key_of(logits[i]);
-      const bool above = shift < 24 && (key ^ threshold.key) >> (shift + 8) != 0;
-      if (!above) atomicAdd(&bins[key >> shift & (kBins - 1)], 1);
+      const unsigned key = logit_key(logits[i]);
+      const bool excluded = shift < 24 && (key ^ threshold.key) >> (shift + 8) != 0;
+      if (!excluded) atomicAdd(&bins[key >> shift & (kBins - 1)], 1);
     }
     __syncthreads();
     // The bin in which the count from the top reaches the number still to be chosen.
@@ -104,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) depth_router(
   for (int begin = 0; begin < seq_len; begin += THREADS) {
     const int i = begin + static_cast<int>(threadIdx.x);
     const T logit = i < seq_len ? logits[i] : T{};
-    const unsigned key = key_of(logit);
+    const unsigned key = logit_key(logit);
     const bool equals = i < seq_len && key == threshold.key;
     int equal_here, chosen_here;
     const int rank = equal_before + count_before(equals, warp_counts, &equal_here);

@@ -46,12 +46,12 @@ struct LogitRow {
 constexpr unsigned kNotANumber = 1;
 
 // An order-preserving unsigned key, above 0; NaN is the smallest.
-CUKIT_DEVICE unsigned key_of(float x) {
+CUKIT_DEVICE unsigned rank_key(float x) {
   const unsigned bits = __float_as_uint(x);
   return x != x ? kNotANumber : bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-CUKIT_DEVICE float number_of(unsigned key) {
+CUKIT_DEVICE float ranked_value(unsigned key) {
   if (key == kNotANumber) return __uint_as_float(0x7fffffffu);
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
@@ -67,7 +67,7 @@ struct RowSoftmax {
     sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) largest = fmaxf(largest, logits[j]);
-    largest = number_of(__reduce_max_sync(kFullMask, key_of(largest)));
+    largest = ranked_value(__reduce_max_sync(kFullMask, rank_key(largest)));
     if (!with_sum) return;
 #pragma unroll
     for (int j = 0; j < kPerLane; ++j) sum += expf(logits[j] - largest);

@@ -11,15 +11,15 @@
 //
 // Mapping: one block per chunk of tokens, one warp per token at a time (router_scores.cuh). A
 //   choice takes one maximum over the warp, of order-preserving integer keys, and a ballot.
-//   WHOLE: the grid is one block, which also orders the choices. Otherwise order_experts.cu orders
-//   the choices; its blocks may already be resident on the same SMs, and poll `experts` and
-//   `chunk_counts`.
-// Shared memory: 4 * BINS * (THREADS / 32 + 2) + 8 * THREADS bytes, with WHOLE 4 * MAX_CHOICES
-//   more, with LOSSES THREADS / 8 more; static.
-// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, WHOLE 0|1;
+//   SINGLE_LAUNCH: the grid is one block, which also orders the choices. Otherwise
+//   order_experts.cu orders the choices; its blocks may already be resident on the same SMs, and
+//   poll `experts` and `chunk_counts`.
+// Shared memory: 4 * BINS * (THREADS / 32 + 2) + 8 * THREADS bytes, with SINGLE_LAUNCH
+//   4 * MAX_CHOICES more, with LOSSES THREADS / 8 more; static.
+// Macros: router_scores.cuh; expert_order.cuh; RENORMALIZE, BIASED, LOSSES, SINGLE_LAUNCH 0|1;
 //   BLOCKS_PER_SM 1|2 (2 leaves registers for a block of order_experts); MAX_CHOICES, an upper
-//   bound of num_tokens * top_k with WHOLE. top_k is at most 32. Minimum architecture: sm_80.
-//   Computes in float; deterministic.
+//   bound of num_tokens * top_k with SINGLE_LAUNCH. top_k is at most 32.
+// Minimum architecture: sm_80. Computes in float; deterministic.
 // Reference: cukit/reference/moe.py, topk_router.
 #include "common/platform.cuh"
 #include "common/ptx/global_order.cuh"
@@ -36,7 +36,7 @@ using cukit::kPerLane;
 using cukit::kWarps;
 using cukit::kWarpSize;
 
-static_assert(WHOLE || cukit::kCountsFit, "a thread writes at most one word of counts");
+static_assert(SINGLE_LAUNCH || cukit::kCountsFit, "a thread writes at most one word of counts");
 constexpr unsigned kRemoved = 0;  // below every key
 
 constexpr bool kSoftmax = cukit::kScoring == cukit::Scoring::Softmax;
@@ -208,7 +208,7 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
     const int expert = lane * kPerLane + j;
     const bool exists = expert < p.num_experts;
     const float ranked = BIASED ? scores[j] + (exists ? bias[expert] : 0.0f) + 0.0f : logits[j];
-    keys[j] = exists ? cukit::key_of(ranked) : kRemoved;
+    keys[j] = exists ? cukit::rank_key(ranked) : kRemoved;
   }
   Candidates<kSearch> candidates(keys);
   for (int slot = 0; slot < p.top_k; ++slot) {
@@ -222,7 +222,9 @@ CUKIT_DEVICE Choice choose(const float (&logits)[kPerLane], const float (&scores
   }
   __syncwarp();
   Choice choice;
-  if (lane < p.top_k) choice = {candidates.expert_of(own[lane]), cukit::number_of(own[lane].key)};
+  if (lane < p.top_k) {
+    choice = {candidates.expert_of(own[lane]), cukit::ranked_value(own[lane].key)};
+  }
   __syncwarp();  // `own` is reused for the next token
   if constexpr (BIASED) {
     // The ranked value includes the bias: fetch the score from the lane that holds it.
@@ -277,15 +279,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
     const float* __restrict__ bias,  // [num_experts], with BIASED
     float* weights,                  // [num_tokens, top_k]
     int* experts,                    // [num_tokens, top_k]
-    cukit::CountWord* chunk_counts,  // [chunks, ceil(num_experts / 4)], without WHOLE
+    cukit::CountWord* chunk_counts,  // [chunks, ceil(num_experts / 4)], without SINGLE_LAUNCH
     float* chunk_sums,               // [chunks, num_experts + 1], with LOSSES
-    int* __restrict__ rows,          // [num_tokens, top_k], with WHOLE
-    int* __restrict__ counts,        // [num_experts], with WHOLE
-    int* __restrict__ offsets,       // [num_experts + 1], with WHOLE
-    float* __restrict__ losses,      // [2]: balance, z; with WHOLE and LOSSES
+    int* __restrict__ rows,          // [num_tokens, top_k], with SINGLE_LAUNCH
+    int* __restrict__ counts,        // [num_experts], with SINGLE_LAUNCH
+    int* __restrict__ offsets,       // [num_experts + 1], with SINGLE_LAUNCH
+    float* __restrict__ losses,      // [2]: balance, z; with SINGLE_LAUNCH and LOSSES
     const __grid_constant__ cukit::RoutingParameters p) {
   __shared__ cukit::OrderTables tables;
-  __shared__ int chosen[WHOLE ? MAX_CHOICES : 1];
+  __shared__ int chosen[SINGLE_LAUNCH ? MAX_CHOICES : 1];
   const int lane = threadIdx.x % kWarpSize;
   const cukit::Choices choices(p, blockIdx.x);
   const auto logits_of = [&](int token) {
@@ -295,8 +297,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
   cukit::LogitRow<T> next;
   if (token < choices.tokens) next.load(logits_of(token), p.num_experts);
   cukit::clear_bins(tables.others);
-  if constexpr (WHOLE) cukit::clear_bins(tables.earlier);
-  if constexpr (WHOLE) {
+  if constexpr (SINGLE_LAUNCH) cukit::clear_bins(tables.earlier);
+  if constexpr (SINGLE_LAUNCH) {
     __syncthreads();
   } else {
     cukit::release_order(chunk_counts, experts, choices, p);
@@ -319,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
       const int i = token * p.top_k + lane;
       weights[choices.first + i] = choice.score;
       cukit::store_relaxed(experts + choices.first + i, choice.expert);
-      if constexpr (WHOLE) chosen[i] = choice.expert;
+      if constexpr (SINGLE_LAUNCH) chosen[i] = choice.expert;
       atomicAdd(&tables.others[choice.expert], 1);
     }
     token += kWarps;
@@ -331,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) topk_router
                reinterpret_cast<float*>(tables.ranks), p.num_experts);
   }
   __syncthreads();
-  if constexpr (WHOLE) {
+  if constexpr (SINGLE_LAUNCH) {
     if constexpr (LOSSES) {
       cukit::write_losses(losses, tables.others, chunk_sums, 1, p,
                           reinterpret_cast<float*>(tables.ranks));

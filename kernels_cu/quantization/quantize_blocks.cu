@@ -4,16 +4,18 @@
 // Equations and rounding: common/quant/scales.cuh. clip="mse" clips the range of a block to the one
 // of CANDIDATES fractions that has the least sum of squared errors.
 // Formats: common/quant/codes.cuh. Tiles and 1x128 groups as in DeepSeek-V3, arXiv:2412.19437.
-// Mapping: a team of TEAM adjacent threads processes UNITS blocks of values; a thread block has
-//   THREADS / TEAM teams. A thread holds ITEMS vectors of 16 bytes of each block of values, TEAM
-//   vectors apart, all loaded before the first is used. HELD 0: blocks that do not fit into the
-//   registers of a team are processed in parts and read again, from L2, for every sweep.
+// Mapping: a team of TEAM adjacent threads processes BLOCKS_PER_TEAM blocks of values; a thread
+//   block has THREADS / TEAM teams. A thread holds ITEMS vectors of 16 bytes of each block of
+//   values, TEAM vectors apart, all loaded before the first is used. IN_REGISTERS 0: blocks that do
+//   not fit into the registers of a team are processed in parts and read again, from L2, for every
+//   sweep.
 // Shared memory: static; if TEAM is THREADS, THREADS / 32 words, with CANDIDATES above 1 twice
 // that.
 // Macros: those of common/quant/scales.cuh and quantization/access.cuh; BLOCK_ROWS, BLOCK_COLS:
 //   extents of a block, 0 for any; FLAT 0|1: blocks divide the rows evenly, with no padding bytes
-//   in the codes; THREADS; TEAM a power of two up to 32, or THREADS; UNITS up to TEAM, 1 if TEAM is
-//   THREADS or CANDIDATES is above 1; ITEMS; HELD 0|1; CANDIDATES 1, or more for integer formats.
+//   in the codes; THREADS; TEAM a power of two up to 32, or THREADS; BLOCKS_PER_TEAM up to TEAM, 1
+//   if TEAM is THREADS or CANDIDATES is above 1; ITEMS; IN_REGISTERS 0|1; CANDIDATES 1, or more for
+//   integer formats.
 // Minimum architecture: sm_80 (float8 rounding is done in software before sm_89). Deterministic.
 // Reference: cukit/reference/quantize.py.
 #include "common/platform.cuh"
@@ -31,11 +33,11 @@ using cukit::kValues;
 using T = cukit::element_t;
 
 // A block that fits into registers is indexed with 32 bits.
-template <bool Held>
+template <bool InRegisters>
 struct ExtentOf { using type = int; };
 template <>
 struct ExtentOf<false> { using type = long long; };
-using Extent = ExtentOf<HELD>::type;
+using Extent = ExtentOf<IN_REGISTERS>::type;
 
 constexpr int kTeams = THREADS / TEAM;
 constexpr bool kWarpTeams = TEAM <= cukit::kWarpSize;
@@ -96,13 +98,13 @@ class Block {
   }
 
   CUKIT_DEVICE void load(const T* x, const cukit::BlockedMatrices& at) {
-    if constexpr (HELD) load_part(x, at, lane_);
+    if constexpr (IN_REGISTERS) load_part(x, at, lane_);
   }
 
   // Calls f(values, item) for every vector of this thread.
   template <typename F>
   CUKIT_DEVICE void sweep(const T* x, const cukit::BlockedMatrices& at, F f) {
-    if constexpr (HELD) {
+    if constexpr (IN_REGISTERS) {
 #pragma unroll
       for (int j = 0; j < ITEMS; ++j) f(values_[j], lane_ + j * TEAM);
     } else {
@@ -183,20 +185,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_blocks(
   __shared__ int bits_scratch[kWarpTeams ? 1 : THREADS / cukit::kWarpSize];
   __shared__ float error_scratch[kWarpTeams ? 1 : THREADS / cukit::kWarpSize];
   const int lane = threadIdx.x % TEAM;
-  const long long first = static_cast<long long>(blockIdx.x) * (UNITS * kTeams) + threadIdx.x / TEAM;
+  const long long first =
+      static_cast<long long>(blockIdx.x) * (BLOCKS_PER_TEAM * kTeams) + threadIdx.x / TEAM;
 
-  Block blocks[UNITS];
+  Block blocks[BLOCKS_PER_TEAM];
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u) {
+  for (int u = 0; u < BLOCKS_PER_TEAM; ++u) {
     blocks[u] = Block(matrices, first + u * kTeams, lane);
     blocks[u].load(x, matrices);
   }
   // Thread u of a team computes the factors of the team's block u; the others read them by
   // shuffles.
-  const int own = lane % UNITS;
+  const int own = lane % BLOCKS_PER_TEAM;
   Extremes own_extremes;
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u) {
+  for (int u = 0; u < BLOCKS_PER_TEAM; ++u) {
     Extremes extremes;
     blocks[u].sweep(x, matrices, [&](const cukit::Values& values, Extent) {
 #pragma unroll
@@ -214,16 +217,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_blocks(
   }
   const Factors factors = cukit::factors_of(own_extremes, part);
   const long long id = first + own * kTeams;
-  if (lane < UNITS && id < matrices.num_blocks) {
+  if (lane < BLOCKS_PER_TEAM && id < matrices.num_blocks) {
     const Place place(matrices, id);
     scales[place.matrix * matrices.scale_matrix + place.down * matrices.scale_down +
            place.across * matrices.scale_across] = factors.scale;
     if constexpr (ZERO_POINTS) zero_points[id] = static_cast<signed char>(factors.inverse.zero_point);
   }
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u) {
+  for (int u = 0; u < BLOCKS_PER_TEAM; ++u) {
     cukit::Inverse inverse = factors.inverse;
-    if constexpr (UNITS > 1) {
+    if constexpr (BLOCKS_PER_TEAM > 1) {
       inverse.scale = __shfl_sync(cukit::kFullMask, inverse.scale, u, TEAM);
       if constexpr (ZERO_POINTS) {
         inverse.zero_point = __shfl_sync(cukit::kFullMask, inverse.zero_point, u, TEAM);

@@ -20,9 +20,9 @@ class Atoms {
     end_ = min(begin_ + row.atoms_per_block(), row.atoms());
   }
 
-  // Calls visit(round, atom, vectors, first, most) for each atom of this warp. vectors: this lane's
-  // logits of the atom; first: the first token of this lane; most: the largest logit of this lane.
-  // In a round without an atom, `most` is -infinity and `atom` is -1.
+  // Calls visit(round, atom, vectors, first, lane_max) for each atom of this warp. vectors: this
+  // lane's logits of the atom; first: the first token of this lane; lane_max: the largest logit of
+  // this lane. In a round without an atom, `lane_max` is -infinity and `atom` is -1.
   // spread: each warp has consecutive atoms, so that the atoms of a round are spread over the row.
   // Otherwise the atoms of a round are consecutive.
   template <bool spread, typename Visit>
@@ -33,18 +33,19 @@ class Atoms {
       const int atom = begin_ + (spread ? warp * row_.rounds() + i : i * kWarps + warp);
       const int first = row_.first_of(atom);
       Row::Atom vectors;
-      float most = -infinity();
+      float lane_max = -infinity();
       if (atom < end_) {
         row_.load_atom(vectors, first);
-        most = row_.largest_of(vectors, first);
+        lane_max = row_.largest_of(vectors, first);
       }
-      visit(i, atom < end_ ? atom : -1, vectors, first, most);
+      visit(i, atom < end_ ? atom : -1, vectors, first, lane_max);
     }
   }
 
   // Stores the sum of an atom, for total() and draw().
-  CUKIT_DEVICE void weigh(int atom, const Row::Atom& vectors, int first, float most, float slope) {
-    const AtomSum sum = row_.sum_of(vectors, first, most, slope);
+  CUKIT_DEVICE void weigh(int atom, const Row::Atom& vectors, int first, float lane_max,
+                          float slope) {
+    const AtomSum sum = row_.sum_of(vectors, first, lane_max, slope);
     if (threadIdx.x % kWarpSize == 0) sums_[atom - begin_] = sum;
   }
 

@@ -37,13 +37,13 @@ class Best {
     float limit = 0.0f, largest = -infinity();
 #pragma unroll 1
     for (int pass = 0; pass < 2; ++pass) {
-      atoms_.each<false>([&](int i, int atom, const Row::Atom& vectors, int first, float most) {
+      atoms_.each<false>([&](int i, int atom, const Row::Atom& vectors, int first, float lane_max) {
         if (pass == 0) {
-          largest = max_nan(largest, most);
-          if (weigh && atom >= 0) atoms_.weigh(atom, vectors, first, most, slope);
+          largest = max_nan(largest, lane_max);
+          if (weigh && atom >= 0) atoms_.weigh(atom, vectors, first, lane_max, slope);
           if (i == 0) limit = bound(largest, want);
         }
-        if (most >= limit) list_.append(row_, vectors, first, limit);
+        if (lane_max >= limit) list_.append(row_, vectors, first, limit);
       });
       if (row_.rounds() > 1) {
         limit = bound(largest, want);

@@ -33,11 +33,11 @@ class Candidates {
   // weigh: also store the atoms' sums.
   CUKIT_DEVICE Streamed collect(const Demand& demand, int capacity, bool weigh, float slope) {
     float largest = -infinity();
-    atoms_.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float most) {
-      largest = max_nan(largest, most);
-      if (weigh && atom >= 0) atoms_.weigh(atom, vectors, first, most, slope);
-      if (i == 0) limit_ = bound(vectors, first, most, demand, capacity, slope);
-      if (__any_sync(kFullMask, most >= limit_)) {
+    atoms_.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float lane_max) {
+      largest = max_nan(largest, lane_max);
+      if (weigh && atom >= 0) atoms_.weigh(atom, vectors, first, lane_max, slope);
+      if (i == 0) limit_ = bound(vectors, first, lane_max, demand, capacity, slope);
+      if (__any_sync(kFullMask, lane_max >= limit_)) {
         list_.append_many(row_, vectors, first, limit_, infinity());
       }
     });
@@ -81,8 +81,10 @@ class Candidates {
     list_.clear();
     float lower = 0.0f;
     uint64 own = 0;
-    atoms_.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float most) {
-      if (i == 0) interval(vectors, first, most, largest, slope, total - target, capacity, lower);
+    atoms_.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float lane_max) {
+      if (i == 0) {
+        interval(vectors, first, lane_max, largest, slope, total - target, capacity, lower);
+      }
       WeightSum sum;
 #pragma unroll
       for (int u = 0; u < ATOM; ++u) {
@@ -97,7 +99,9 @@ class Candidates {
       const uint64 above = atom >= 0 ? sum.value() : 0;
       own += above;
       if (atom >= 0) atoms_.replace(atom, warp_sum(above));
-      if (__any_sync(kFullMask, most >= lower)) list_.append_many(row_, vectors, first, lower, upper_);
+      if (__any_sync(kFullMask, lane_max >= lower)) {
+        list_.append_many(row_, vectors, first, lower, upper_);
+      }
     });
     const Team::Sum above = team_.sum(own);
     count_ = list_.size();
@@ -243,7 +247,7 @@ class Candidates {
   // Counts the sampled tokens (this lane's first vectors of an atom) in bins by distance from
   // `largest`. Sets `counts` to the counts of this thread's bins, and clears the bins.
   template <int N>
-  CUKIT_DEVICE void sample(uint64 (&counts)[N], const Row::Atom& vectors, int first, float most,
+  CUKIT_DEVICE void sample(uint64 (&counts)[N], const Row::Atom& vectors, int first, float lane_max,
                            float largest, float slope) {
 #pragma unroll
     for (int u = 0; u < kSampled; ++u) {
@@ -252,7 +256,7 @@ class Candidates {
 #pragma unroll
       for (int j = 0; j < VEC; ++j) {
         const float at = fminf((largest - x[j]) * slope * kPerOctave, kBins - 1);
-        if (row_.column_of(first, u) + j < columns() && most > -infinity()) {
+        if (row_.column_of(first, u) + j < columns() && lane_max > -infinity()) {
           atomicAdd(&space_.bins[0][static_cast<unsigned>(at)], 1u);
         }
       }
@@ -273,15 +277,15 @@ class Candidates {
 
   // The threshold, from a sample. If only top_p truncates, and the tokens that fit in the list fall
   // short of top_p by more than half of 1 - top_p, infinity. Contains barriers.
-  CUKIT_DEVICE float bound(const Row::Atom& vectors, int first, float most, const Demand& demand,
-                           int capacity, float slope) {
-    const float largest = logit_of(team_.least(descending_key(most + 0.0f)));
+  CUKIT_DEVICE float bound(const Row::Atom& vectors, int first, float lane_max,
+                           const Demand& demand, int capacity, float slope) {
+    const float largest = logit_of(team_.least(descending_key(lane_max + 0.0f)));
     if (!(largest > -infinity() && largest < infinity())) return kLowest;
     unsigned& reachable = space_.groups[0];
     if (threadIdx.x == 0) space_.limit = reachable = 0;
     constexpr int kPer = kBins / THREADS;
     uint64 counts[kPer], weights[kPer], sampled, weight;
-    sample(counts, vectors, first, most, largest, slope);
+    sample(counts, vectors, first, lane_max, largest, slope);
 #pragma unroll
     for (int j = 0; j < kPer; ++j) weights[j] = weight_of_bin(counts[j], threadIdx.x * kPer + j);
     uint64 upto = prefix(counts, sampled);
@@ -320,15 +324,15 @@ class Candidates {
   // Sets `lower` and `upper_` to an interval [lower, upper_) of logits that should contain the last
   // kept token. From a sample: around the bin below which the tokens have the total weight `below`.
   // Contains barriers.
-  CUKIT_DEVICE void interval(const Row::Atom& vectors, int first, float most, float largest, float slope,
-                             uint64 below, int capacity, float& lower) {
+  CUKIT_DEVICE void interval(const Row::Atom& vectors, int first, float lane_max, float largest,
+                             float slope, uint64 below, int capacity, float& lower) {
     constexpr int kPer = kBins / THREADS;
     unsigned& centre = space_.limit;
     unsigned& nearest = space_.groups[0];
     unsigned& farthest = space_.groups[1];
     if (threadIdx.x == 0) centre = farthest = 0, nearest = kBins;
     uint64 counts[kPer], weights[kPer], sampled, weight;
-    sample(counts, vectors, first, most, largest, slope);
+    sample(counts, vectors, first, lane_max, largest, slope);
 #pragma unroll
     for (int j = 0; j < kPer; ++j) weights[j] = weight_of_bin(counts[j], threadIdx.x * kPer + j);
     const uint64 before = prefix(counts, sampled);

@@ -222,10 +222,10 @@ class Row {
     for (int u = 0; u < ATOM; ++u) {
       float x[VEC];
       values_of(x, atom, u, first);
-      float most = x[0];
+      float access_max = x[0];
 #pragma unroll
-      for (int j = 1; j < VEC; ++j) most = max_nan(most, x[j]);
-      largest = max_nan(largest, most);
+      for (int j = 1; j < VEC; ++j) access_max = max_nan(access_max, x[j]);
+      largest = max_nan(largest, access_max);
     }
     return largest;
   }

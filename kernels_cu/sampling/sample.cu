@@ -296,15 +296,17 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     return Draft{token >= 0 && token < p.vocab_size ? token : -1,
                  draft_probs == nullptr ? nullptr : draft_probs + at * p.vocab_size};
   };
-  const float heat = option(temperature, request, p.temperature);
+  const float row_temperature = option(temperature, request, p.temperature);
   const int k = option(top_k, request, p.top_k);
-  const float min_part = option(min_p, request, p.min_p), part = option(top_p, request, p.top_p);
-  bool valid = heat >= 0.0f && heat < cukit::infinity() && k >= 0 && part >= 0.0f && part <= 1.0f &&
-               min_part <= 1.0f && min_part >= 0.0f;
+  const float row_min_p = option(min_p, request, p.min_p);
+  const float row_top_p = option(top_p, request, p.top_p);
+  bool valid = row_temperature >= 0.0f && row_temperature < cukit::infinity() && k >= 0 &&
+               row_top_p >= 0.0f && row_top_p <= 1.0f && row_min_p <= 1.0f && row_min_p >= 0.0f;
   // Clamped to (0, infinity), so that slope * infinity is infinity and slope * 0 is 0.
   const float slope =
-      heat > 0.0f ? fminf(fmaxf(cukit::kLog2E / heat, 1.2e-38f), 3.0e38f) : cukit::kLog2E;
-  const int most = heat > 0.0f ? k >= p.vocab_size ? 0 : k : 1;  // 0: no limit
+      row_temperature > 0.0f ? fminf(fmaxf(cukit::kLog2E / row_temperature, 1.2e-38f), 3.0e38f)
+                             : cukit::kLog2E;
+  const int row_top_k = row_temperature > 0.0f ? k >= p.vocab_size ? 0 : k : 1;  // 0: no limit
 
   Team team(space.team);
   cukit::Penalties penalties{};
@@ -318,11 +320,11 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   Row row(logits + static_cast<long long>(number) * p.vocab_size, penalties, static_cast<float*>(values),
           team.rank(), p);
   Atoms atoms(team, row, sums);
-  const bool truncates = most > 0 || part < 1.0f || min_part > 0.0f;
+  const bool truncates = row_top_k > 0 || row_top_p < 1.0f || row_min_p > 0.0f;
   const bool drafting = kVerify && turn < p.rows_per_request - 1;
-  const bool weighs = p.logprobs || !truncates || (most == 0 && part < 1.0f);
-  const bool short_list = most > 0 && most <= kListed;
-  const int want = max(short_list ? most : 0, p.top_n);
+  const bool weighs = p.logprobs || !truncates || (row_top_k == 0 && row_top_p < 1.0f);
+  const bool short_list = row_top_k > 0 && row_top_k <= kListed;
+  const int want = max(short_list ? row_top_k : 0, p.top_n);
 
   float largest = 0.0f;
   uint64 all = 0;  // the weight of the row, if `weighs`
@@ -331,11 +333,11 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     // A NaN or +infinity has a smaller key than any finite logit; -infinity has the largest.
     if (least <= cukit::descending_key(cukit::infinity()) ||
         least >= cukit::descending_key(-cukit::infinity()) || !valid) {
-      if (team.leads()) refuse(results_of_row(), p);
+      if (team.is_leader()) refuse(results_of_row(), p);
       return false;
     }
     largest = cukit::logit_of(least);
-    if (kVerify && team.leads() && threadIdx.x == 0) *results_of_row().accepted = 0;
+    if (kVerify && team.is_leader() && threadIdx.x == 0) *results_of_row().accepted = 0;
     return true;
   };
   // Log-probabilities are normalised over the whole vocabulary.
@@ -350,30 +352,31 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   // Returns whether the draft, a token of this weight, is accepted; if so, writes the results.
   const auto accepts = [&](const Draft& draft, uint64 weight, uint64 total) {
     const bool accepted = draft.accepted(weight, total, draw_of_row().uniform(kAccept));
-    if (accepted && team.leads() && threadIdx.x == 0) {
+    if (accepted && team.is_leader() && threadIdx.x == 0) {
       const Results results = results_of_row();
       *results.token = draft.token;
       *results.accepted = 1;
     }
     return accepted;
   };
-  // Draws from the sorted list of the first `most` tokens.
+  // Draws from the sorted list of the first `row_top_k` tokens.
   const auto draw_listed = [&](uint64* weights) {
     const Draw draw = draw_of_row();
-    weigh_list(space.list, weights, space.scans, largest, slope, draw, most);
+    weigh_list(space.list, weights, space.scans, largest, slope, draw, row_top_k);
     if (drafting) {
       const Draft draft = draft_of_row();
       uint64 of_draft;
-      const uint64 total = sum_of_list(space.list, weights, most, draft.token, of_draft);
+      const uint64 total = sum_of_list(space.list, weights, row_top_k, draft.token, of_draft);
       if (accepts(draft, of_draft, total)) return;
-      subtract_draft(space.list, weights, most, draft, total);
+      subtract_draft(space.list, weights, row_top_k, draft, total);
     }
-    draw_from_list(space.list, weights, most, draw.uniform(drafting ? kResample : kDraw), drawn);
+    draw_from_list(space.list, weights, row_top_k, draw.uniform(drafting ? kResample : kDraw),
+                   drawn);
   };
-  // Writes the most likely tokens, and draws if the first `most` tokens suffice. count: tokens of
-  // block 0's list.
+  // Writes the most likely tokens, and draws if the first `row_top_k` tokens suffice. count: tokens
+  // of block 0's list.
   const auto use_list = [&](int count) {
-    if (!team.leads()) return;
+    if (!team.is_leader()) return;
     cukit::sort_list(space.list, count);
     list_best(space.list, results_of_row(), p, logprob_of);
     if (short_list) draw_listed(reinterpret_cast<uint64*>(space.bins[0]));
@@ -383,9 +386,10 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   const auto cut_of = [&](auto& selection, uint64 target, bool& exceeded) {
     Cut cut;
     exceeded = false;
-    if (most > 0) cut = selection.template cut<By::Count>(most, -1.0f, cut, exceeded);
-    if (part < 1.0f) {
-      cut = selection.template cut<By::Weight>(target, most > 0 ? part : -1.0f, cut, exceeded);
+    if (row_top_k > 0) cut = selection.template cut<By::Count>(row_top_k, -1.0f, cut, exceeded);
+    if (row_top_p < 1.0f) {
+      cut = selection.template cut<By::Weight>(target, row_top_k > 0 ? row_top_p : -1.0f, cut,
+                                               exceeded);
     }
     return cut;
   };
@@ -429,7 +433,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
         atoms.exclude(x, draft.token, slope);
         sum = atoms.total(largest, slope);
         if (sum.total == 0) {  // all other tokens have weight 0
-          if (team.leads() && threadIdx.x == 0) drawn(x, draft.token);
+          if (team.is_leader() && threadIdx.x == 0) drawn(x, draft.token);
           return 0;
         }
       }
@@ -441,11 +445,11 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
   // Reads the row in order; returns the smallest key of this thread's logits.
   const auto read = [&] {
     float top = -cukit::infinity();
-    atoms.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float most_likely) {
-      top = cukit::max_nan(top, most_likely);
+    atoms.each<true>([&](int i, int atom, const Row::Atom& vectors, int first, float lane_max) {
+      top = cukit::max_nan(top, lane_max);
       if (atom < 0) return;
       if constexpr (RESIDENT) row.keep(i, vectors, first);
-      if (weighs) atoms.weigh(atom, vectors, first, most_likely, slope);
+      if (weighs) atoms.weigh(atom, vectors, first, lane_max, slope);
     });
     return cukit::descending_key(top + 0.0f);
   };
@@ -473,12 +477,13 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
       const cukit::List list(static_cast<uint64*>(values), &space.cursor, p.capacity);
       Candidates candidates(team, row, space, atoms, list);
       const Streamed pass =
-          candidates.collect({max(most, want), part, min_part}, p.capacity, weighs, slope);
+          candidates.collect({max(row_top_k, want), row_top_p, row_min_p}, p.capacity, weighs,
+                             slope);
       own = pass.own;
       if (!start(pass.least)) return;
       if (weighs) all = atoms.total(largest, slope).total;
-      const int needed = candidates.covers(1, largest, slope) ? want : max(most, want);
-      if (pass.failed ? most == 0 && want == 0 : pass.count >= static_cast<unsigned>(needed)) {
+      const int needed = candidates.covers(1, largest, slope) ? want : max(row_top_k, want);
+      if (pass.failed ? row_top_k == 0 && want == 0 : pass.count >= static_cast<unsigned>(needed)) {
         __syncthreads();
         if (threadIdx.x == 0) space.cursor = 0;  // from here on the cursor of the workspace's list
         candidates.close(pass);
@@ -493,16 +498,16 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
           draw_atom();
           return;
         }
-        uint64 target = cukit::part_of(all, part);
+        uint64 target = cukit::part_of(all, row_top_p);
         const uint64 min_weight = draw_of_row().min_weight;
         bool exceeded = true;
 #pragma unroll 1
         for (bool narrowed = false; suffices || narrowed; narrowed = true) {
           if (narrowed || candidates.lists()) cut = cut_of(selection, target, exceeded);
           suffices = narrowed ? !exceeded && candidates.exceeds(min_weight, largest, slope)
-                              : most > 0 || (part < 1.0f && !exceeded) ||
+                              : row_top_k > 0 || (row_top_p < 1.0f && !exceeded) ||
                                     candidates.covers(min_weight, largest, slope);
-          if (suffices || narrowed || !exceeded || part >= 1.0f ||
+          if (suffices || narrowed || !exceeded || row_top_p >= 1.0f ||
               !candidates.narrow(target, all, largest, slope, p.capacity)) {
             break;
           }
@@ -539,7 +544,7 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
     }
     if (truncates) {
       bool exceeded;
-      cut = cut_of(selection, cukit::part_of(all, part), exceeded);
+      cut = cut_of(selection, cukit::part_of(all, row_top_p), exceeded);
     } else {
       rejected = draw_atom();
       if (rejected == 0) return;

@@ -112,7 +112,7 @@ class Selection {
     const unsigned mine =
         append([&](float x, int) { return all || (largest_ - x) * kBinsPerNat < limit; });
     const Team::Sum sum = team_.sum(0, mine);
-    if (team_.leads() && threadIdx.x == 0) space_.cursor = 0;
+    if (team_.is_leader() && threadIdx.x == 0) space_.cursor = 0;
     return static_cast<int>(sum.count);
   }
 
@@ -120,7 +120,7 @@ class Selection {
   CUKIT_DEVICE int collect(const Cut& cut) {
     const unsigned mine = append([&](float x, int column) { return cut.keeps(x, column); });
     const Team::Sum sum = team_.sum(0, mine);
-    if (team_.leads() && threadIdx.x == 0) space_.cursor = 0;
+    if (team_.is_leader() && threadIdx.x == 0) space_.cursor = 0;
     return static_cast<int>(sum.count);
   }
 
@@ -307,7 +307,7 @@ class Selection {
     uint64 before = all.before + warp_scan(sum) - sum;
     if (by == By::Weight && part >= 0.0f) target = part_of(all.total, part);
     unsigned message[kMessage] = {kBins - 1, 0, 0, 0};
-    bool sends = all.total < target && team_.leads() && threadIdx.x == 0;
+    bool sends = all.total < target && team_.is_leader() && threadIdx.x == 0;
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
       if (before < target && target <= before + own[j]) {
@@ -336,7 +336,7 @@ class Selection {
     team_.sync();
     bool sends = false;
     unsigned message[kMessage] = {};
-    if (team_.leads()) {
+    if (team_.is_leader()) {
       const unsigned count = space_.cursor;
       if (count > kMaxSorted) {
         sends = threadIdx.x == 0;

@@ -78,7 +78,7 @@ class Team {
   }
 
   CUKIT_DEVICE int rank() const { return rank_; }
-  CUKIT_DEVICE bool leads() const { return rank_ == 0; }
+  CUKIT_DEVICE bool is_leader() const { return rank_ == 0; }
 
   // Barrier over all threads of the row.
   CUKIT_DEVICE void sync() const {

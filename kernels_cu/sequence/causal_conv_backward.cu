@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) causal_conv_backward(
 
   cukit::Taps taps(weight, bias, channel);
   cukit::Window window(x, before, first, p.channels);
-  float later[WIDTH - 1][VEC] = {};  // dz of the previous tokens, oldest first
+  float recent_dz[WIDTH - 1][VEC] = {};  // of the previous tokens, oldest first
   float sum_weight[VEC][WIDTH] = {}, sum_bias[VEC] = {};
 #pragma unroll 4
   for (int t = first; t < end + WIDTH - 1; ++t) {
@@ -68,11 +68,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) causal_conv_backward(
       // dx of token t - (WIDTH - 1).
       float dx = taps.weight[0][j] * dz;
 #pragma unroll
-      for (int k = 1; k < WIDTH; ++k) dx = fmaf(taps.weight[k][j], later[WIDTH - 1 - k][j], dx);
+      for (int k = 1; k < WIDTH; ++k) dx = fmaf(taps.weight[k][j], recent_dz[WIDTH - 1 - k][j], dx);
       out[j] = cukit::from_float<T>(dx);
 #pragma unroll
-      for (int k = 0; k + 1 < WIDTH - 1; ++k) later[k][j] = later[k + 1][j];
-      later[WIDTH - 2][j] = dz;
+      for (int k = 0; k + 1 < WIDTH - 1; ++k) recent_dz[k][j] = recent_dz[k + 1][j];
+      recent_dz[WIDTH - 2][j] = dz;
     }
     const int target = t - (WIDTH - 1);
     if (target >= first) {

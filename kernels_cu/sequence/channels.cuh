@@ -84,13 +84,13 @@ struct ChannelTiles {
 
 // Whether a warp's sub-chunk decays by a factor of at most 2^kFastRange in every channel. sums: d
 // of the sub-chunk, per channel.
-CUKIT_DEVICE bool decays_little(const float (&sums)[STATE_TILE]) {
-  bool little = true;
+CUKIT_DEVICE bool decay_in_range(const float (&sums)[STATE_TILE]) {
+  bool in_range = true;
 #pragma unroll
   for (int i = 0; i < STATE_TILE / kWarpSize; ++i) {
-    little = little && -sums[i * kWarpSize + threadIdx.x % kWarpSize] <= kFastRange<element_t>;
+    in_range = in_range && -sums[i * kWarpSize + threadIdx.x % kWarpSize] <= kFastRange<element_t>;
   }
-  return __all_sync(kFullMask, little);
+  return __all_sync(kFullMask, in_range);
 }
 
 // Calls body(row, column, offset, w) for every group of eight columns of a warp's 16 rows. offset:
@@ -123,8 +123,9 @@ CUKIT_DEVICE uint4 pack_eight(const float (&from)[8]) {
 }
 
 // The decays from the start of the chunk to each sub-chunk (before), and from the end of each
-// sub-chunk to the end of the chunk (behind). One thread per channel; the other threads do nothing.
-CUKIT_DEVICE void sub_chunk_decays(float (&before)[kSubs][STATE_TILE], float (&behind)[kSubs][STATE_TILE],
+// sub-chunk to the end of the chunk (after). One thread per channel; the other threads do nothing.
+CUKIT_DEVICE void sub_chunk_decays(float (&before)[kSubs][STATE_TILE],
+                                   float (&after)[kSubs][STATE_TILE],
                                    const float (&sums)[kSubs][STATE_TILE]) {
   const int channel = threadIdx.x;
   if (channel >= STATE_TILE) return;
@@ -133,7 +134,7 @@ CUKIT_DEVICE void sub_chunk_decays(float (&before)[kSubs][STATE_TILE], float (&b
   for (int sub = 0; sub < kSubs; ++sub) {
     before[sub][channel] = exp2f(cumsum);
     cumsum += sums[sub][channel];
-    behind[kSubs - 1 - sub][channel] = exp2f(rest);
+    after[kSubs - 1 - sub][channel] = exp2f(rest);
     rest += sums[kSubs - 1 - sub][channel];
   }
 }

@@ -8,7 +8,7 @@
 //   queries_i = exp(s_i) c_i    keys_j = exp(s_last - s_j) b_j    scores_ij = sum (exp(s_i - s_j) c_i b_j), j <= i
 // Then y_i = h^T queries_i + sum_j scores_ij x_j and h' = exp(s_last) h + sum_j keys_j x_j^T.
 // Scores between different sub-chunks, and within sub-chunks whose decays are not extreme
-// (decays_little in channels.cuh), are tensor-core products; the others are sums of
+// (decay_in_range in channels.cuh), are tensor-core products; the others are sums of
 // exp(s_i - s_j) c_i b_j in float. l is clamped to [-104, 0].
 // Paper: Yang et al., arXiv:2312.06635.
 //
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float sums[kSubs][STATE_TILE];    // d
   __shared__ float before[kSubs][STATE_TILE];  // decay from the chunk's start to the sub-chunk
-  __shared__ float behind[kSubs][STATE_TILE];  // decay from the sub-chunk's end to the chunk's
+  __shared__ float after[kSubs][STATE_TILE];   // decay from the sub-chunk's end to the chunk's
   const cukit::ChunkSlot slot(p, cu_seqlens);
   if (slot.rows == 0) return;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -97,16 +97,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
   __syncthreads();
   tiles.scan(sums);
   __syncthreads();
-  cukit::sub_chunk_decays(before, behind, sums);
+  cukit::sub_chunk_decays(before, after, sums);
   if (static_cast<int>(threadIdx.x) < p.state_dim) {
     float sum = 0.0f;
 #pragma unroll
     for (const auto& of_sub : sums) sum += of_sub[threadIdx.x];
     chunk_decay[slot.place * p.state_dim + threadIdx.x] = sum;
   }
-  const bool little = cukit::decays_little(sums[warp]);
+  const bool in_range = cukit::decay_in_range(sums[warp]);
   float exact[8];
-  if (!little) exact_scores(exact, tiles, warp);
+  if (!in_range) exact_scores(exact, tiles, warp);
   __syncthreads();
 
   cukit::each_eight(tiles, warp, [&](int row, int column, unsigned at, const float* cumsum) {
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       query[i] *= before[warp][column + i];
-      key[i] *= behind[warp][column + i];
+      key[i] *= after[warp][column + i];
     }
     const long long to = head_at + row * head_stride + column;
     *reinterpret_cast<uint4*>(queries + to) = cukit::pack_eight(query);
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
   for (int sub = 0; sub < kSubs; ++sub) {
     float out[1][2][4];
     cukit::clear(out);
-    if (sub < warp || (sub == warp && little)) {
+    if (sub < warp || (sub == warp && in_range)) {
       cukit::warp_product<T, STATE_TILE / 16>(
           out,
           [&](unsigned(&r)[4], int, int k) {
@@ -160,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gated_scan_channels(
           },
           [&](unsigned(&r)[4], int n, int k) { columns(r, kSub * sub + 8 * n, 16 * k); });
     }
-    if (sub == warp && !little) {
+    if (sub == warp && !in_range) {
       const unsigned to = Scores::offset(kSub * warp + lane / 2, 2 * sub + lane % 2);
       *reinterpret_cast<uint4*>(tile + to) = cukit::pack_eight(exact);
       continue;

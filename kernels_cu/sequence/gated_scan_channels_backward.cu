@@ -11,7 +11,7 @@
 // both times as a product of the same rounded factors, so that the two cancel. Sums over different
 // sub-chunks are tensor-core products, decayed from one sub-chunk to the next: sum = exp(d) sum +
 // V_IJ keys_J, with the sub-chunk's d of channels.cuh. Sums within a sub-chunk are also tensor-core
-// products, unless the decays of the sub-chunk are extreme (decays_little in channels.cuh). Pairs
+// products, unless the decays of the sub-chunk are extreme (decay_in_range in channels.cuh). Pairs
 // i = j do not contribute to dl; their terms of dc and db are added in float. dl is 0 where l is
 // clamped.
 // Paper: Yang et al., arXiv:2312.06635.
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
   CUKIT_DYNAMIC_SHARED(unsigned char, memory);
   __shared__ float sums[kSubs][STATE_TILE];    // d of channels.cuh
   __shared__ float before[kSubs][STATE_TILE];  // decay from the chunk's start to the sub-chunk
-  __shared__ float behind[kSubs][STATE_TILE];  // decay from the sub-chunk's end to the chunk's
+  __shared__ float after[kSubs][STATE_TILE];   // decay from the sub-chunk's end to the chunk's
   __shared__ float reads[kSubs][STATE_TILE];   // sums of exp(s_i) c_i (h d_i)
   __shared__ float diagonal[kChunk];           // V_ii
   const cukit::ChunkSlot slot(p, cu_seqlens);
@@ -133,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
   __syncthreads();
   chunk.scan(sums);
   __syncthreads();
-  cukit::sub_chunk_decays(before, behind, sums);
-  const bool little = cukit::decays_little(sums[warp]);
+  cukit::sub_chunk_decays(before, after, sums);
+  const bool in_range = cukit::decay_in_range(sums[warp]);
   cukit::each_eight(chunk, warp, [&](int, int column, unsigned at, const float* cumsum) {
     float query[8], key[8];
     cukit::scale_queries_and_keys(query, key, chunk, at, cumsum, sums[warp] + column);
@@ -181,12 +181,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
           for (int i = 0; i < 2; ++i) {
             const float whole = sums[warp][column + i];
             const float near = kQueries ? cumsum[i] : whole - cumsum[i];
-            const float sum = acc[0][n][2 * half + i] * (little ? exp2f(-whole) : 1.0f);
+            const float sum = acc[0][n][2 * half + i] * (in_range ? exp2f(-whole) : 1.0f);
             value[i] = sum * exp2f(near);
-            state[i] *= exp2f(near) * (kQueries ? before : behind)[warp][column + i];
+            state[i] *= exp2f(near) * (kQueries ? before : after)[warp][column + i];
             crossing[i] = scaled[i] * sum + mine[i] * state[i];
           }
-          if (!little && exists) {
+          if (!in_range && exists) {
 #pragma unroll 1
             for (int k = kQueries ? kSub * warp : row + 1; k < (kQueries ? row : kSub * (warp + 1)); ++k) {
               float pair[2];
@@ -234,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
     const cukit::RightKN<STATE_TILE, kPart> keys(cukit::shared_address(chunk.keys), 0, first);
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
-      if (sub > warp || (sub == warp && !little)) break;
+      if (sub > warp || (sub == warp && !in_range)) break;
       if (sub > 0) decay_columns(acc, sums[sub] + first);
       cukit::warp_product<T, 1>(
           acc, [&](unsigned(&r)[4], int, int) { score_rows(r, 0, kSub * sub); },
@@ -246,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gated_scan_channels_bac
     const cukit::RightKN<STATE_TILE, kPart> queries(cukit::shared_address(chunk.queries), 0, first);
 #pragma unroll
     for (int sub = kSubs - 1; sub >= 0; --sub) {
-      if (sub < warp || (sub == warp && !little)) break;
+      if (sub < warp || (sub == warp && !in_range)) break;
       if (sub < kSubs - 1) decay_columns(acc, sums[sub] + first);
       cukit::warp_product<T, 1>(
           acc, [&](unsigned(&r)[4], int, int) { score_columns(r, kSub * sub, 0); },

@@ -27,7 +27,8 @@ constexpr int kBatches = (STATE_DIM + kBatch * kRows - 1) / (kBatch * kRows);
 constexpr bool kFull = STATE_DIM > 0 && kRows * kWidth == THREADS && STATE_DIM % (kBatch * kRows) == 0;
 // Whether a warp has whole rows, whose sums are reduced by shuffles.
 constexpr bool kWholeRows = kWidth < cukit::kWarpSize && cukit::kWarpSize % kWidth == 0;
-constexpr int kStride = kWholeRows ? cukit::kWarpSize : kWidth;  // threads from one partial sum to the next
+// Threads from one partial sum to the next.
+constexpr int kStride = kWholeRows ? cukit::kWarpSize : kWidth;
 
 CUKIT_DEVICE float decay_of(float l) { return expf(l != l ? l : fmaxf(fminf(l, 0.0f), -104.0f)); }
 

@@ -85,8 +85,8 @@ def _case(tokens: int, head_dim: int, codes: str) -> Case:
         positions = xp.arange(tokens, dtype=xp.int32)
         shape = blocks, BLOCK_SIZE, HEADS_KV, head_dim
         caches = [_cache(shape, codes, q) for _ in range(2)]
-        turning = {"q": q, "cos": tables[0], "sin": tables[1], "position_ids": positions}
-        ours = partial(append_kv, k, v, caches[0], caches[1], slots, **turning)
+        rope_arguments = {"q": q, "cos": tables[0], "sin": tables[1], "position_ids": positions}
+        ours = partial(append_kv, k, v, caches[0], caches[1], slots, **rope_arguments)
         expected = partial(rope_reference.rope, q[None], k[None], *tables)
         impls = {"cukit": lambda: ours}
         if not codes:

@@ -19,7 +19,7 @@ from cukit.reference import attention_kl as reference
 from profiling.case import Case, PeerMissing, Workload, itemsize
 from profiling.cases.attention import Shape, by_key_head
 from profiling.data import array_module, normal
-from profiling.impls import backward_impls, forward_impls
+from profiling.standard_impls import backward_impls, forward_impls
 
 LONGEST_PEER = 4096
 

@@ -34,7 +34,7 @@ from cukit.reference import losses, optimizer
 from profiling import peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import DTYPES, array_module, integers, normal
-from profiling.impls import forward_impls
+from profiling.standard_impls import forward_impls
 
 FAMILY = "distill"
 DTYPE = "bfloat16"

@@ -24,7 +24,7 @@ from cukit.reference import gemm as reference
 from profiling import peers
 from profiling.case import Case, Workload, itemsize
 from profiling.data import normal
-from profiling.impls import backward_impls, forward_impls
+from profiling.standard_impls import backward_impls, forward_impls
 
 Extents = tuple[int, int, int]
 

@@ -17,7 +17,7 @@ from cukit.reference import gemm as gemm_reference
 from profiling import peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import normal
-from profiling.impls import forward_impls
+from profiling.standard_impls import forward_impls
 
 FAMILY = "gemm"
 DTYPE = "bfloat16"

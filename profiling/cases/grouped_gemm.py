@@ -32,7 +32,7 @@ def cases(small: bool = False) -> list[Case]:
     if small:
         return [
             forward_case(3, 20, 32, 64),
-            forward_case(3, 20, 32, 64, set_aside=True),
+            forward_case(3, 20, 32, 64, padded=True),
             backward_case(3, 20, 32, 64),
             gated_case(3, 20, 32, 64),
             fp8_case(3, 20, 32, 64),
@@ -41,12 +41,12 @@ def cases(small: bool = False) -> list[Case]:
         forward_case(4, 8192, 6144, 7168),
         forward_case(8, 4096, 7168, 3072),
         forward_case(64, 16, 4096, 7168),
-        forward_case(32, 192, 6144, 7168, set_aside=True),
+        forward_case(32, 192, 6144, 7168, padded=True),
         backward_case(8, 4096, 7168, 3072),
         gated_case(32, 1024, 2048, 7168),
         fp8_case(4, 8192, 6144, 7168),
         fp8_case(8, 4096, 7168, 3072),
-        fp8_case(32, 192, 6144, 7168, set_aside=True),
+        fp8_case(32, 192, 6144, 7168, padded=True),
     ]
 
 
@@ -58,18 +58,18 @@ def counts_of(groups: int, rows: int) -> np.ndarray[Any, Any]:
     return counts
 
 
-def forward_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) -> Case:
+def forward_case(groups: int, rows: int, n: int, k: int, padded: bool = False) -> Case:
     """y[r] = weights[g] x[r] for each row r of group g. The peers are cuBLAS, one call per group
     with sizes known on the host, and torch's grouped product.
 
-    set_aside: x is [groups, capacity, k], and each group uses only its first rows.
+    padded: x is [groups, capacity, k], and each group uses only its first rows.
     """
     counts = counts_of(groups, rows)
 
     def build() -> Workload:
         xp = array_module()
         weights = normal((groups, n, k), DTYPE, scale=k**-0.5)
-        if set_aside:
+        if padded:
             x = normal((groups, int(counts.max()), k), DTYPE)
             out = xp.zeros((*x.shape[:2], n), x.dtype)
             where: dict[str, Any] = {"expert_counts": xp.asarray(counts)}
@@ -83,7 +83,7 @@ def forward_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False
         impls["cukit"] = lambda: partial(grouped_gemm, x, weights, **where, out=out)
         return Workload(impls, partial(reference.grouped_gemm, x, weights, **where))
 
-    name = f"{groups} x {rows}, {n}x{k}{' set aside' if set_aside else ''}"
+    name = f"{groups} x {rows}, {n}x{k}{' set aside' if padded else ''}"
     return _case("grouped_gemm", name, build, groups, rows, n, k)
 
 
@@ -148,13 +148,13 @@ def gated_case(groups: int, rows: int, n: int, k: int) -> Case:
     )
 
 
-def fp8_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) -> Case:
-    """y[r] = weights[g] x[r] of FP8 codes with block scales; set_aside: as in forward_case."""
+def fp8_case(groups: int, rows: int, n: int, k: int, padded: bool = False) -> Case:
+    """y[r] = weights[g] x[r] of FP8 codes with block scales; padded: as in forward_case."""
     counts = counts_of(groups, rows)
 
     def build() -> Workload:
         xp = array_module()
-        lead = (groups, int(counts.max())) if set_aside else (groups * rows,)
+        lead = (groups, int(counts.max())) if padded else (groups * rows,)
         steps, blocks = -(-k // 128), -(-n // 128)
         ones = xp.ones((steps, -(-math.prod(lead) // 4) * 4), xp.float32)
         x = ck.QuantizedArray.encode(
@@ -174,7 +174,7 @@ def fp8_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) ->
         out = xp.zeros((*lead, n), normal((1,), DTYPE).dtype)
         where: dict[str, Any] = (
             {"expert_counts": xp.asarray(counts)}
-            if set_aside
+            if padded
             else {"expert_offsets": _offsets(counts)}
         )
 
@@ -186,7 +186,7 @@ def fp8_case(groups: int, rows: int, n: int, k: int, set_aside: bool = False) ->
             {"cukit": lambda: partial(grouped_gemm_fp8, x, weights, **where, out=out)}, expected
         )
 
-    name = f"{groups} x {rows}, {n}x{k}{' set aside' if set_aside else ''}"
+    name = f"{groups} x {rows}, {n}x{k}{' set aside' if padded else ''}"
     moved = groups * rows * (2 * n + k) + groups * n * k
     flops = 2.0 * groups * rows * n * k
     return Case(FAMILY, "grouped_gemm_fp8", name, "float8_e4m3", build, flops=flops, bytes=moved)

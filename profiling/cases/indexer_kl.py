@@ -17,7 +17,7 @@ from cukit.attention import flash_attention, indexer_kl, indexer_kl_backward
 from cukit.reference import indexer_kl as reference
 from profiling.case import Case, PeerMissing, Workload, itemsize
 from profiling.data import array_module, normal
-from profiling.impls import backward_impls, forward_impls
+from profiling.standard_impls import backward_impls, forward_impls
 
 LONGEST_PEER = 4096
 CHECKED_ROWS = 512

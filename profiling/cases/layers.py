@@ -15,7 +15,7 @@ from cukit.reference import rope as rope_reference
 from profiling import layer_peers, peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import array_module, integers, normal
-from profiling.impls import LigerFunction, TorchFunction, backward_impls, forward_impls
+from profiling.standard_impls import LigerFunction, TorchFunction, backward_impls, forward_impls
 
 FAMILY = "layers"
 DTYPE = "bfloat16"

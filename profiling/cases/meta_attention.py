@@ -15,7 +15,7 @@ from cukit.models import MetaAttention, MetaAttentionConfig, MetaAttentionState,
 from profiling import peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import normal
-from profiling.impls import backward_impls, forward_impls
+from profiling.standard_impls import backward_impls, forward_impls
 
 FAMILY = "sequence"
 DTYPE = "bfloat16"

@@ -14,7 +14,7 @@ from cukit.reference import moe_ffn as ffn_reference
 from profiling import peers
 from profiling.case import Case, Workload, itemsize
 from profiling.data import integers, normal
-from profiling.impls import forward_impls
+from profiling.standard_impls import forward_impls
 
 FAMILY = "moe"
 DTYPE = "bfloat16"

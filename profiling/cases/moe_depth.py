@@ -16,7 +16,7 @@ from cukit.reference import depth as reference
 from profiling import peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import array_module, normal
-from profiling.impls import forward_impls
+from profiling.standard_impls import forward_impls
 
 FAMILY = "moe"
 DTYPE = "bfloat16"

@@ -17,7 +17,7 @@ from cukit.reference import quantize as reference
 from profiling import peers
 from profiling.case import Case, PeerMissing, Workload, itemsize
 from profiling.data import normal
-from profiling.impls import forward_impls
+from profiling.standard_impls import forward_impls
 
 FAMILY = "quantization"
 VALUES = "bfloat16"

@@ -12,7 +12,7 @@ from cukit.quantization.encode import decode, encode
 from cukit.registry import get_kernel
 from profiling.case import Case, Workload, itemsize
 from profiling.data import DTYPES, normal
-from profiling.impls import forward_impls
+from profiling.standard_impls import forward_impls
 
 FAMILY = "quantization"
 

@@ -14,7 +14,7 @@ from cukit.reference import sampling as reference
 from profiling import peers
 from profiling.case import Call, Case, Workload, itemsize
 from profiling.data import array_module, integers, normal
-from profiling.impls import forward_impls
+from profiling.standard_impls import forward_impls
 
 FAMILY = "sampling"
 SPREAD = 3.0

@@ -76,7 +76,7 @@ def _inputs(
     channels: bool = False,
 ) -> _Inputs:
     """Random arguments. The logarithmic decays average -0.08 per token and are at most -0.04,
-    because `_ChunkScan` divides x by them."""
+    because `_MambaScan` divides x by them."""
     keys = (batch, seq_len, num_groups, state_dim)
     decays = (batch, seq_len, num_heads, *((state_dim,) if channels else ()))
     return _Inputs(
@@ -101,7 +101,7 @@ def _chunk_gla(num_heads: int, num_groups: int, final: bool, channels: bool) -> 
     return function
 
 
-class _ChunkScan:
+class _MambaScan:
     """Mamba-2's chunked kernels: h_t = exp(a s_t) h_{t-1} + s_t b_t v_t^T with a scalar a per head.
     They compute `gated_scan` with a = -1, s = -decay and v = x / s."""
 
@@ -171,16 +171,16 @@ def scan_case(
             scan = sequence.gated_scan(*inputs)
             return scan.y, scan.final_state
 
-        def theirs() -> Call:
+        def fla() -> Call:
             return peers.forward(_chunk_gla(num_heads, num_groups, True, channels), *inputs)
 
         def expected() -> Any:
             scan = reference.gated_scan(*inputs, chunk=256)
             return scan.y, scan.final_state
 
-        mamba = _ChunkScan(inputs, channels=channels)
+        mamba = _MambaScan(inputs, channels=channels)
         return Workload(
-            {"cukit": lambda: ours, "fla": theirs, "mamba": mamba.forward},
+            {"cukit": lambda: ours, "fla": fla, "mamba": mamba.forward},
             expected,
             views={"mamba": mamba.outputs},
         )
@@ -223,18 +223,18 @@ def backward_case(
         def ours() -> Any:
             return tuple(sequence.gated_scan_backward(grad_y, *inputs)[:4])
 
-        def theirs() -> Call:
+        def fla() -> Call:
             function = _chunk_gla(num_heads, num_groups, False, channels)
             return peers.backward(function, inputs, grad_y)
 
         def expected() -> Any:
             return tuple(reference.gated_scan_backward(grad_y, *inputs, chunk=256)[:4])
 
-        mamba = _ChunkScan(inputs, channels=channels)
+        mamba = _MambaScan(inputs, channels=channels)
         return Workload(
-            {"cukit": lambda: ours, "fla": theirs, "mamba": partial(mamba.backward, grad_y)},
+            {"cukit": lambda: ours, "fla": fla, "mamba": partial(mamba.backward, grad_y)},
             expected,
-            tolerance=1e-2 if channels else 2e-2,  # because of `_ChunkScan.gradients`
+            tolerance=1e-2 if channels else 2e-2,  # because of `_MambaScan.gradients`
             views={"mamba": mamba.gradients},
         )
 
@@ -368,23 +368,23 @@ def primitive_cases(size: int) -> list[Case]:
         "strided_reduction": sequence.strided_reduction,
         "histogram": partial(sequence.histogram, bins=256, low=-4.0, high=4.0),
     }
-    theirs: dict[str, Callable[[Any, Any], Any]] = {
+    torch_functions: dict[str, Callable[[Any, Any], Any]] = {
         "parallel_scan": lambda torch, x: torch.cumsum(x, 0),
         "parallel_sort": lambda torch, x: torch.sort(x, stable=True).values,
         "strided_reduction": lambda torch, x: torch.sum(x),
         "histogram": lambda torch, x: torch.histc(x, 256, -4.0, 4.0),
     }
-    return [_primitive_case(name, ours[name], theirs[name], size) for name in ours]
+    return [_primitive_case(name, ours[name], torch_functions[name], size) for name in ours]
 
 
 def _primitive_case(
-    name: str, function: Callable[..., Any], theirs: Callable[[Any, Any], Any], size: int
+    name: str, function: Callable[..., Any], torch_function: Callable[[Any, Any], Any], size: int
 ) -> Case:
     def build() -> Workload:
         x = normal((size,), "float32")
 
         def torch_impl() -> Call:
-            return peers.forward(partial(theirs, peers.torch()), x)
+            return peers.forward(partial(torch_function, peers.torch()), x)
 
         impls: dict[str, Callable[[], Call]] = {
             "cukit": lambda: partial(function, x),

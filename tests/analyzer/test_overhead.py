@@ -1,4 +1,4 @@
-"""The overhead of a clock: exact on simulated clocks, plausible on a GPU."""
+"""The overhead of a timer: exact on simulated timers, plausible on a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from cukit.analyzer.overhead import EVENT_TICK_US, Overhead, calibration_calls, overhead_of
 
 
-class SimulatedClock:
-    """A clock that takes the return value of a call as its time, and adds its own overhead."""
+class SimulatedTimer:
+    """A timer that takes the return value of a call as its time, and adds its own overhead."""
 
     name = "simulated"
 
@@ -26,14 +26,14 @@ CALLS = [lambda: 1.0, lambda: 4.0, lambda: 16.0]
 
 
 def test_a_constant_overhead_is_found_exactly() -> None:
-    found = overhead_of(SimulatedClock(lambda _: 2.4), SimulatedClock(lambda _: 0.0), CALLS)
+    found = overhead_of(SimulatedTimer(lambda _: 2.4), SimulatedTimer(lambda _: 0.0), CALLS)
     assert found.us == pytest.approx(2.4)
     assert found.uncertainty_us == EVENT_TICK_US, "at least a tick of the event timer"
 
 
 def test_the_uncertainty_is_half_the_range() -> None:
     found = overhead_of(
-        SimulatedClock(lambda us: 2.2 + us / 40), SimulatedClock(lambda _: 0.0), CALLS
+        SimulatedTimer(lambda us: 2.2 + us / 40), SimulatedTimer(lambda _: 0.0), CALLS
     )
     assert found.us == pytest.approx(2.3)
     assert found.uncertainty_us == pytest.approx((2.6 - 2.225) / 2)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cukit.analyzer import power
-from cukit.analyzer.power import Gpu, measure_energy, throttle_reasons
+from cukit.analyzer.power import NvmlDevice, measure_energy, throttle_reasons
 from cukit.analyzer.schema import Conditions
 from cukit.errors import CukitError, MissingDependencyError
 
@@ -54,7 +54,7 @@ def test_the_energy_of_a_call_is_its_power_times_its_time(call_us: float) -> Non
         call_us,
         gpu,  # type: ignore[arg-type]
         pace=gpu.synchronize,
-        clock=lambda: gpu.now,
+        seconds_now=lambda: gpu.now,
     )
     assert energy is not None
     truth = 500.0 * call_us / 1e6
@@ -75,7 +75,7 @@ def test_a_counter_that_does_not_change_gives_none() -> None:
         100.0,
         gpu,  # type: ignore[arg-type]
         pace=gpu.synchronize,
-        clock=lambda: gpu.now,
+        seconds_now=lambda: gpu.now,
     )
     assert energy is None
     assert conditions.sm_clock_mhz == 1755.0
@@ -118,7 +118,7 @@ def test_throttle_reasons_are_described() -> None:
 def test_without_nvml_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(MissingDependencyError, match="nvidia-ml-py"):
-        Gpu()
+        NvmlDevice()
 
 
 def test_unsupported_nvml_queries_are_an_error_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_unsupported_nvml_queries_are_an_error_or_none(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(cupy.cuda.runtime, "deviceGetPCIBusId", lambda device: "0000:01:00.0")
     monkeypatch.setattr(cupy.cuda, "Device", lambda: types.SimpleNamespace(id=0))
-    gpu = Gpu()
+    gpu = NvmlDevice()
     with pytest.raises(CukitError, match="TotalEnergyConsumption: Not Supported"):
         gpu.joules()
     from cukit.analyzer.power import _Readings

@@ -44,10 +44,10 @@ def widened(value: Any) -> Any:
     )
 
 
-def on_device(place, options):
+def on_device(device, options):
     """The options with their arrays on the device."""
     return {
-        name: to_device(place, value)[0] if isinstance(value, np.ndarray) else value
+        name: to_device(device, value)[0] if isinstance(value, np.ndarray) else value
         for name, value in options.items()
     }
 
@@ -66,25 +66,25 @@ def exact_backward(q, k, v, grad_out, options):
     return (out, lse), reference.flash_attention_backward(*wide, out, lse, **options)
 
 
-def run_forward(place, q, k, v, options):
+def run_forward(device, q, k, v, options):
     """(out, lse), computed into a poisoned output."""
-    out = poisoned(place, (*q.shape[:-1], v.shape[-1]), np.dtype(q.dtype).name)
-    placed, options = to_device(place, q, k, v), on_device(place, options)
-    poison_pool(place)
+    out = poisoned(device, (*q.shape[:-1], v.shape[-1]), np.dtype(q.dtype).name)
+    placed, options = to_device(device, q, k, v), on_device(device, options)
+    poison_pool(device)
     result, lse = flash_attention(*placed, return_lse=True, out=out, **options)
     assert result is out
     return out, lse
 
 
-def run(place, q, k, v, grad_out, options):
+def run_forward_and_backward(device, q, k, v, grad_out, options):
     """(out, lse) on the host, and two dicts of gradients by name: of the default backward, and of
     the deterministic backward."""
-    out, lse = run_forward(place, q, k, v, options)
-    grad_out, q, k, v = to_device(place, grad_out, q, k, v)
-    options = on_device(place, options)
+    out, lse = run_forward(device, q, k, v, options)
+    grad_out, q, k, v = to_device(device, grad_out, q, k, v)
+    options = on_device(device, options)
     both = []
     for deterministic in (False, True):
-        poison_pool(place)
+        poison_pool(device)
         gradients = flash_attention_backward(
             grad_out, q, k, v, out, lse, deterministic=deterministic, **options
         )
@@ -95,7 +95,7 @@ def run(place, q, k, v, grad_out, options):
 
 
 def compare_with_float64(results, q, k, v, grad_out, options, low):
-    """Compares the results of `run` with float64.
+    """Compares the results of `run_forward_and_backward` with float64.
 
     low: (out, lse) and gradients of tests.attention.plain; if its lse is None, the error of lse may
     be LSE_ATOL at most.
@@ -114,7 +114,7 @@ def compare_with_float64(results, q, k, v, grad_out, options, low):
             assert_close(f"{name} ({way})", got, low_one, wide, atol)
 
 
-def check(place, q, k, v, grad_out, options, *, strict_lse=True):
+def check(device, q, k, v, grad_out, options, *, strict_lse=True):
     """Checks forward and both backwards.
 
     strict_lse: the error of lse may be LSE_ATOL at most; if False, LSE_ATOL plus twice the error of
@@ -123,32 +123,33 @@ def check(place, q, k, v, grad_out, options, *, strict_lse=True):
     settings = {"causal": False, **options}
     low_out, low_lse = plain.forward(q, k, v, **settings)
     low = (low_out, None if strict_lse else low_lse), plain.backward(grad_out, q, k, v, **settings)
-    compare_with_float64(run(place, q, k, v, grad_out, options), q, k, v, grad_out, options, low)
+    results = run_forward_and_backward(device, q, k, v, grad_out, options)
+    compare_with_float64(results, q, k, v, grad_out, options, low)
 
 
-def check_forward(place, q, k, v, options):
+def check_forward(device, q, k, v, options):
     """Checks out and lse of the forward."""
-    out, lse = run_forward(place, q, k, v, options)
+    out, lse = run_forward(device, q, k, v, options)
     exact, exact_lse = exact_forward(q, k, v, options)
     low, low_lse = plain.forward(q, k, v, **{"causal": False, **options})
     assert_close("out", out, low, exact)
     assert_close("lse", lse, low_lse, exact_lse, LSE_ATOL)
 
 
-def run_backward(place, q, k, v, grad_out, options, deterministic=False):
+def run_backward(device, q, k, v, grad_out, options, deterministic=False):
     """Gradients for the output of an exact forward, and the gradients in float64."""
     (out, lse), expected = exact_backward(q, k, v, grad_out, options)
     kept = out.astype(q.dtype), lse.astype(np.float32)
-    placed = to_device(place, grad_out, q, k, v, *map(np.ascontiguousarray, kept))
-    options = on_device(place, options)
-    poison_pool(place)
+    placed = to_device(device, grad_out, q, k, v, *map(np.ascontiguousarray, kept))
+    options = on_device(device, options)
+    poison_pool(device)
     gradients = flash_attention_backward(*placed, deterministic=deterministic, **options)
     return gradients, expected
 
 
-def check_backward(place, q, k, v, grad_out, options, deterministic=False):
+def check_backward(device, q, k, v, grad_out, options, deterministic=False):
     """Checks the gradients of q, k and v for the output of an exact forward."""
-    gradients, expected = run_backward(place, q, k, v, grad_out, options, deterministic)
+    gradients, expected = run_backward(device, q, k, v, grad_out, options, deterministic)
     low = plain.backward(grad_out, q, k, v, **{"causal": False, **options})
     for name, *of_input in zip(NAMES, gradients, low, expected, strict=False):
         assert_close(name, *of_input)

@@ -28,7 +28,7 @@ INDEXER_BACKWARD = import_module("cukit.attention.divergence.indexer_kl_backward
         GPU_SM80,
     ]
 )
-def place(request, monkeypatch) -> Iterator[str]:
+def device_and_class(request, monkeypatch) -> Iterator[str]:
     """As `device`; "emulator" and "gpu sm80" run class sm80, "gpu" runs the planned class."""
     if request.param == "emulator":
         with cukit.backend("emulator", arch="sm_80"):
@@ -48,7 +48,7 @@ def place(request, monkeypatch) -> Iterator[str]:
     ]
 )
 def either_class(request, monkeypatch) -> Iterator[str]:
-    """As `place`; "emulator" runs class sm90, "emulator sm80" class sm80."""
+    """As `device_and_class`; "emulator" runs class sm90, "emulator sm80" class sm80."""
     device, *named = request.param.split()
     if device == "emulator":
         with cukit.backend("emulator", arch="sm_80" if named else "sm_90"):
@@ -66,7 +66,7 @@ def gpu(request, monkeypatch) -> str:
 
 
 @pytest.fixture
-def replanned() -> Iterator[None]:
+def fresh_plans() -> Iterator[None]:
     """Clears the cached plans of paged_attention before and after a test that changes a planner."""
 
     def forget() -> None:
@@ -87,7 +87,7 @@ def sm90_device(device: str) -> str:
 
 
 @pytest.fixture
-def late_emulator() -> Iterator[str]:
+def late_completion_emulator() -> Iterator[str]:
     """The emulator; its TMA copies and wgmmas complete only when a thread waits for them."""
     with cukit.backend("emulator", arch="sm_90", seed=5, late=True):
         yield "emulator"
@@ -100,9 +100,9 @@ def emulated_ampere() -> Iterator[str]:
         yield "emulator"
 
 
-def choose_class(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes class sm80 run every call if `place` is "gpu sm80"."""
-    if place == "gpu sm80":
+def choose_class(device_and_class: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes class sm80 run every call if `device_and_class` is "gpu sm80"."""
+    if device_and_class == "gpu sm80":
         monkeypatch.setattr(flash, "mapped_forward", lambda problem: None)
         monkeypatch.setattr(flash, "_prepare_forward", flash._prepare_forward.__wrapped__)
         monkeypatch.setattr(flash_backward, "covers", lambda problem, device: False)

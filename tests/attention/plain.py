@@ -48,14 +48,14 @@ def scores_of(
     if bias is not None:
         scores = rounded(scores + bias.astype(np.float32))
     left, right = window_size or (None, None)
-    hidden = np.zeros(scores.shape, bool)
+    masked = np.zeros(scores.shape, bool)
     if mask is not None:
-        hidden |= ~mask
+        masked |= ~mask
     if left is not None:
-        hidden |= ahead < -left
+        masked |= ahead < -left
     if causal or right is not None:
-        hidden |= ahead > (0 if causal else right)
-    scores[hidden] = -np.inf
+        masked |= ahead > (0 if causal else right)
+    scores[masked] = -np.inf
     return scores, slope
 
 

@@ -30,7 +30,7 @@ from cukit.attention import (
     paged_attention,
 )
 from cukit.attention.paged import _cascade_plan
-from tests.attention.checks import inputs_of, run
+from tests.attention.checks import inputs_of, run_forward_and_backward
 from tests.attention.conftest import choose_class
 from tests.attention.options import OPTIONS, options_of
 from tests.contract import poisoned, random, to_device, to_host
@@ -55,7 +55,7 @@ def _attend(requested: dict[str, Any], dims: Dims, lengths: tuple[int, int]) -> 
     v = random(rng, (1, lengths[1], 1, dims[1]), "bfloat16")
     grad_out = random(rng, (1, lengths[0], 2, dims[1]), "bfloat16")
     options = options_of(rng, requested, 1, 2, lengths, "bfloat16")
-    out, _, gradients = run("gpu", q, k, v, grad_out, options)
+    out, _, gradients = run_forward_and_backward("gpu", q, k, v, grad_out, options)
     for array in (out, *(x for way in gradients for x in way.values())):
         assert np.isfinite(array.astype(np.float32)).all()
 
@@ -106,10 +106,10 @@ def sequences(dims: Dims) -> None:
     }
     for requested in ({}, {"causal": True}, OPTIONS["everything"]):
         options = options_of(rng, requested, len(SEQUENCES[0]), 4, most, "bfloat16")
-        run("gpu", q, k, v, grad_out, {**options, **packed})
+        run_forward_and_backward("gpu", q, k, v, grad_out, {**options, **packed})
 
 
-def whole_blocks(head_dim: int) -> None:
+def block_sparse(head_dim: int) -> None:
     rng = _rng()
     q = random(rng, (1, 200, 2, head_dim), "bfloat16")
     k = random(rng, (1, 300, 1, head_dim), "bfloat16")
@@ -261,7 +261,7 @@ def cascade(head_dim: int) -> None:
         to_host(cascade_attention(*placed, prefixes=((48, 8), (64, 4))))
 
 
-def latents(heads: int, seq_q: int, coded: bool = False) -> None:
+def mla(heads: int, seq_q: int, coded: bool = False) -> None:
     """Requests of different lengths, one of them empty, that share thread blocks."""
     rng = _rng()
     q = random(rng, (4, seq_q, heads, 576), "bfloat16")
@@ -375,15 +375,15 @@ def _of_class(name: str) -> dict[str, Group]:
 GROUPS = {
     **_of_class("sm90"),
     **_of_class("sm80"),
-    **{f"blocks d{width}": Group(partial(whole_blocks, width)) for width in (64, 128, 256)},
+    **{f"blocks d{width}": Group(partial(block_sparse, width)) for width in (64, 128, 256)},
     **{
         f"float8 d{width}": Group(partial(float8, width), quick=width == 128)
         for width in (64, 128, 256)
     },
     "gradients side by side": Group(gradients_side_by_side, quick=True),
-    "latents": Group(partial(latents, 16, 1), shares=True, quick=True),
-    "latents, float8": Group(partial(latents, 16, 1, coded=True)),
-    "latents, teams and a mask": Group(partial(latents, 128, 2)),
+    "latents": Group(partial(mla, 16, 1), shares=True, quick=True),
+    "latents, float8": Group(partial(mla, 16, 1, coded=True)),
+    "latents, teams and a mask": Group(partial(mla, 128, 2)),
     "paged d64": Group(partial(paged, 64), quick=True),
     "paged d128 window": Group(partial(paged, 128, window_size=(70, 0), softcap=2.0)),
     "indexer d128": Group(partial(indexer, (128, 128)), quick=True),

@@ -59,11 +59,11 @@ class Step:
                 self.caches.append((storage, scales))
             else:
                 self.caches.append((np.full(shape, 7, dtype), None))
-        self.turning: dict[str, Any] = {}
+        self.rope_arguments: dict[str, Any] = {}
         if rotary_dim:
             angles = generator.uniform(0, 6, (50, rotary_dim // 2)).astype(np.float32)
             positions = generator.integers(0, 50, tokens).astype(np.int32)
-            self.turning = {
+            self.rope_arguments = {
                 "q": self.q,
                 "cos": np.cos(angles),
                 "sin": np.sin(angles),
@@ -72,7 +72,7 @@ class Step:
 
     def expected(self, **options: Any) -> tuple[Any, list[Any]]:
         """The expected queries and decoded caches, unchanged rows included."""
-        exact = {n: a.astype(np.float64) if n == "q" else a for n, a in self.turning.items()}
+        exact = {n: a.astype(np.float64) if n == "q" else a for n, a in self.rope_arguments.items()}
         caches = [np.array(cache.astype(np.float64)) for cache in self.values()]
         q = reference(
             *(array.astype(np.float64) for array in (self.k, self.v)),
@@ -106,10 +106,10 @@ class Step:
             else storage
             for storage, scales in copies
         ]
-        turning = {name: xp.asarray(array) for name, array in self.turning.items()}
+        rope_arguments = {name: xp.asarray(array) for name, array in self.rope_arguments.items()}
         k, v, slots = (xp.asarray(array) for array in (self.k, self.v, self.slots))
-        q: Any = ck.append_kv(k, v, given[0], given[1], slots, **turning, **options)
-        assert (q is None) == ("q" not in turning)
+        q: Any = ck.append_kv(k, v, given[0], given[1], slots, **rope_arguments, **options)
+        assert (q is None) == ("q" not in rope_arguments)
         if q is not None:
             assert namespace(q) is xp
             error = np.abs(host(q).astype(np.float64) - q_want).max()

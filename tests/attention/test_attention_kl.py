@@ -106,20 +106,20 @@ def check(device, arrays, ways=("none", "both", "teacher", "student", "precise")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("heads", HEADS)
 @emulated(lambda lengths, heads, mask: (LENGTHS.index(lengths) + HEADS.index(heads)) % 4 == 1)
-def test_heads_and_lengths(place, rng, heads, lengths, mask):
-    batch = 2 if place == "gpu" else 1
-    check(place, inputs_of(rng, heads, (64, 64), lengths, batch=batch), **MASKS[mask])
+def test_heads_and_lengths(device_and_class, rng, heads, lengths, mask):
+    batch = 2 if device_and_class == "gpu" else 1
+    check(device_and_class, inputs_of(rng, heads, (64, 64), lengths, batch=batch), **MASKS[mask])
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dims", DIMS)
 @emulated(lambda dims, dtype, causal: dtype == "bfloat16" and causal)
-def test_head_dims(place, rng, dims, dtype, causal):
-    lengths = (150, 215) if place == "gpu" else (40, 70)
+def test_head_dims(device_and_class, rng, dims, dtype, causal):
+    lengths = (150, 215) if device_and_class == "gpu" else (40, 70)
     heads = ((2, 1), (2, 2))
-    ways = ("none", "both", "precise") if place == "gpu" else ("both",)
-    check(place, inputs_of(rng, heads, dims, lengths, dtype), ways, causal=causal)
+    ways = ("none", "both", "precise") if device_and_class == "gpu" else ("both",)
+    check(device_and_class, inputs_of(rng, heads, dims, lengths, dtype), ways, causal=causal)
 
 
 @pytest.mark.parametrize("mask", ["all", "causal", "window"])
@@ -139,14 +139,14 @@ def test_sequences_of_class_sm90(device, rng):
 @pytest.mark.parametrize("head_map", [(0, 1), (1, 3), (3, 0), (2, 2)])
 @pytest.mark.parametrize("keys_t", [4, 2, 1])
 @emulated(lambda keys_t, head_map: keys_t == 2 and head_map in ((1, 3), (3, 0)))
-def test_head_maps(place, rng, head_map, keys_t):
+def test_head_maps(device_and_class, rng, head_map, keys_t):
     arrays = inputs_of(rng, ((4, keys_t), (2, 1)), (64, 64), (70, 90))
-    check(place, arrays, ("none", "both"), head_map=head_map)
+    check(device_and_class, arrays, ("none", "both"), head_map=head_map)
 
 
 @emulated(lambda squared: squared)
 @pytest.mark.parametrize("squared", [False, True])
-def test_temperature_scales_and_weights(place, rng, squared):
+def test_temperature_scales_and_weights(device_and_class, rng, squared):
     arrays = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (70, 90), batch=2)
     weights = rng.random((2, 70)).astype(np.float32)
     weights[0, 10:20] = 0
@@ -158,14 +158,14 @@ def test_temperature_scales_and_weights(place, rng, squared):
         "row_weights": weights,
         "causal": True,
     }
-    check(place, arrays, ("none", "both"), **options)
+    check(device_and_class, arrays, ("none", "both"), **options)
 
 
-def test_sequences_of_any_lengths(place, rng):
-    check_sequences(place, rng)
+def test_sequences_of_any_lengths(device_and_class, rng):
+    check_sequences(device_and_class, rng)
 
 
-def check_sequences(place, rng):
+def check_sequences(device, rng):
     """Sequences of zero, one and many rows; queries without keys."""
     ends = np.array([0, 0, 37, 101, 101, 160], np.int32)
     ends_kv = np.array([0, 9, 90, 100, 100, 230], np.int32)
@@ -180,18 +180,21 @@ def check_sequences(place, rng):
         "causal": True,
         "row_weights": rng.random(160).astype(np.float32),
     }
-    check(place, (q_t, k_t, q_s, k_s), ("none", "both"), **options)
+    check(device, (q_t, k_t, q_s, k_s), ("none", "both"), **options)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_reductions(place, rng, reduction, weighted):
+def test_reductions(device_and_class, rng, reduction, weighted):
     arrays = inputs_of(rng, ((2, 1), (2, 2)), (64, 64), (33, 70), batch=2)
     weights = rng.random((2, 33)).astype(np.float32) if weighted else None
     loss, lse_t, lse_s = reference.attention_kl(
         *wide(*arrays), row_weights=weights, reduction=reduction, return_lse=True
     )
-    placed, (weights_on,) = to_device(place, *arrays), to_device(place, weights)
+    placed, (weights_on,) = (
+        to_device(device_and_class, *arrays),
+        to_device(device_and_class, weights),
+    )
     got, top_t, top_s = attention_kl(
         *placed, row_weights=weights_on, reduction=reduction, return_lse=True
     )
@@ -202,9 +205,9 @@ def test_reductions(place, rng, reduction, weighted):
         *wide(*arrays), lse_t, lse_s, row_weights=weights, reduction=reduction, grad_loss=upstream
     )
     if reduction != "none":
-        upstream = to_device(place, np.asarray(upstream, np.float32))[0]
+        upstream = to_device(device_and_class, np.asarray(upstream, np.float32))[0]
     else:
-        (upstream,) = to_device(place, upstream)
+        (upstream,) = to_device(device_and_class, upstream)
     gradients = attention_kl_backward(
         *placed, top_t, top_s, row_weights=weights_on, reduction=reduction, grad_loss=upstream
     )
@@ -213,12 +216,15 @@ def test_reductions(place, rng, reduction, weighted):
         assert error <= 1e-2 * abs(wanted).max()
 
 
-def test_micro_batches_with_a_normalizer_sum_to_the_batch(place, rng):
+def test_micro_batches_with_a_normalizer_sum_to_the_batch(device_and_class, rng):
     arrays = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (40, 50), batch=4)
     weights = (rng.random((4, 40)) < 0.7).astype(np.float32)
-    placed, (weights_on,) = to_device(place, *arrays), to_device(place, weights)
+    placed, (weights_on,) = (
+        to_device(device_and_class, *arrays),
+        to_device(device_and_class, weights),
+    )
     whole = float(attention_kl(*placed, row_weights=weights_on))
-    count = to_device(place, np.array(weights.sum(), np.float32))[0]
+    count = to_device(device_and_class, np.array(weights.sum(), np.float32))[0]
     parts = sum(
         float(
             attention_kl(*(x[part] for x in placed), row_weights=weights_on[part], normalizer=count)
@@ -228,9 +234,9 @@ def test_micro_batches_with_a_normalizer_sum_to_the_batch(place, rng):
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
-def test_equal_models_have_no_divergence(place, rng):
+def test_equal_models_have_no_divergence(device_and_class, rng):
     arrays = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (70, 90))
-    placed = to_device(place, *arrays[:2])
+    placed = to_device(device_and_class, *arrays[:2])
     loss, lse_t, lse_s = attention_kl(*placed, *placed, return_lse=True)
     assert 0 <= float(loss) < 1e-6
     assert float(attention_kl(*placed, *placed, precise=True)) < 1e-12
@@ -239,17 +245,17 @@ def test_equal_models_have_no_divergence(place, rng):
 
 
 @pytest.mark.parametrize("noise", [1e-2, 4e-3])
-def test_precise_is_accurate_for_a_small_divergence(place, rng, noise):
+def test_precise_is_accurate_for_a_small_divergence(device_and_class, rng, noise):
     arrays = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (40, 200), closeness=noise)
     exact = float(reference.attention_kl(*wide(*arrays)))
     assert exact < 1e-3
-    got = float(attention_kl(*to_device(place, *arrays), precise=True))
-    assert got == pytest.approx(exact, rel=1e-3 if place != "cpu" else 1e-2)
+    got = float(attention_kl(*to_device(device_and_class, *arrays), precise=True))
+    assert got == pytest.approx(exact, rel=1e-3 if device_and_class != "cpu" else 1e-2)
 
 
-def test_rows_without_keys_contribute_nothing(place, rng):
+def test_rows_without_keys_contribute_nothing(device_and_class, rng):
     arrays = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (90, 20))
-    placed = to_device(place, *arrays)
+    placed = to_device(device_and_class, *arrays)
     rows, lse_t, lse_s = attention_kl(*placed, causal=True, reduction="none", return_lse=True)
     assert (to_host(rows)[..., :70] == 0).all()
     assert np.isneginf(to_host(lse_t)[..., :70]).all()
@@ -260,9 +266,9 @@ def test_rows_without_keys_contribute_nothing(place, rng):
     assert (to_host(grad_q)[:, :70].astype(np.float32) == 0).all()
 
 
-def test_accepts_the_lse_of_flash_attention(place, rng):
+def test_accepts_the_lse_of_flash_attention(device_and_class, rng):
     q_t, k_t, q_s, k_s = inputs_of(rng, ((4, 2), (4, 1)), (64, 64), (70, 90))
-    placed = to_device(place, q_t, k_t, q_s, k_s)
+    placed = to_device(device_and_class, q_t, k_t, q_s, k_s)
     _, lse_t = flash_attention(placed[0], placed[1], placed[1], causal=True, return_lse=True)
     _, lse_s = flash_attention(placed[2], placed[3], placed[3], causal=True, return_lse=True)
     exact = float(reference.attention_kl(*wide(q_t, k_t, q_s, k_s), causal=True))
@@ -270,12 +276,15 @@ def test_accepts_the_lse_of_flash_attention(place, rng):
     assert got == pytest.approx(exact, rel=2e-5)
 
 
-def test_rows_of_weight_zero_may_have_extreme_scores(place, rng):
+def test_rows_of_weight_zero_may_have_extreme_scores(device_and_class, rng):
     q_t, k_t, q_s, k_s = inputs_of(rng, ((2, 2), (2, 2)), (64, 64), (40, 50))
     weights = np.ones((1, 40), np.float32)
     weights[0, 5] = 0
     q_s[0, 5] = 300
-    placed, (weights_on,) = to_device(place, q_t, k_t, q_s, k_s), to_device(place, weights)
+    placed, (weights_on,) = (
+        to_device(device_and_class, q_t, k_t, q_s, k_s),
+        to_device(device_and_class, weights),
+    )
     loss, lse_t, lse_s = attention_kl(*placed, row_weights=weights_on, return_lse=True)
     exact = float(reference.attention_kl(*wide(q_t, k_t, q_s, k_s), row_weights=weights))
     assert float(loss) == pytest.approx(exact, rel=2e-5)

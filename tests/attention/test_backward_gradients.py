@@ -37,24 +37,24 @@ def gradients_by_two_ops(grad_out, q, k, v, out, lse, cos, sin):
     return (*rope_backward(*grads[:2], *flat, positions), grads[2])
 
 
-def slices(place, q, k, v):
+def slices(device, q, k, v):
     """A poisoned array [batch, SEQ, heads, head_dim], and its slices for the gradients of q, k and
     v. The last head belongs to none of them."""
     heads = np.cumsum([0, q.shape[2], k.shape[2], v.shape[2]])
-    whole = poisoned(place, (*q.shape[:2], heads[-1] + 1, q.shape[3]), q.dtype.name)
+    whole = poisoned(device, (*q.shape[:2], heads[-1] + 1, q.shape[3]), q.dtype.name)
     return whole, tuple(whole[:, :, low:high] for low, high in pairwise(heads))
 
 
-@pytest.mark.parametrize("own_tables", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize("tables_per_sequence", [False, True], ids=["shared", "own"])
 @pytest.mark.parametrize(
     ("head_dim", "heads"), [(64, (4, 2)), (128, (2, 2)), (40, (2, 1)), (96, (1, 1)), (256, (2, 1))]
 )
 def test_gradients_before_rope_in_slices_of_one_array(
-    either_class, rng, head_dim, heads, own_tables
+    either_class, rng, head_dim, heads, tables_per_sequence
 ):
     arrays = inputs_of(rng, (SEQ, SEQ), heads, head_dim, batch=2)
     tables = tables_of(rng, head_dim // 2, 2)
-    if not own_tables:
+    if not tables_per_sequence:
         tables = tuple(np.stack([table[0]] * 2) for table in tables)
     q, k, v, grad_out, cos, sin = to_device(either_class, *arrays, *tables)
     out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
@@ -62,7 +62,7 @@ def test_gradients_before_rope_in_slices_of_one_array(
 
     whole, targets = slices(either_class, q, k, v)
     untouched = to_host(whole[:, :, -1]).tobytes()
-    given = (cos, sin) if own_tables else (cos[0].copy(), sin[0].copy())
+    given = (cos, sin) if tables_per_sequence else (cos[0].copy(), sin[0].copy())
     got = flash_attention_backward(
         *(grad_out, q, k, v, out, lse),
         causal=True, deterministic=True, rope=given, gradients=targets,

@@ -69,9 +69,14 @@ def test_blocks_that_do_not_fill_tiles(device, rng, size, causal):
 
 
 @pytest.mark.emulator
-def test_late_completion(late_emulator, rng):
+def test_late_completion(late_completion_emulator, rng):
     size = (128, 64)
-    check(late_emulator, inputs_of(rng, (300, 520), (2, 1), 128, size, 0.4), size, causal=True)
+    check(
+        late_completion_emulator,
+        inputs_of(rng, (300, 520), (2, 1), 128, size, 0.4),
+        size,
+        causal=True,
+    )
 
 
 @pytest.mark.emulator
@@ -156,7 +161,7 @@ def test_tile_lists_contain_every_visible_tile_once(device, rng):
         if not expected:
             assert (count, entries[0]) == (1, 1), "one tile, fully masked"
             continue
-        # A tile that the causal mask hides completely may be listed, as a partially masked one.
+        # A tile that the causal mask excludes completely may be listed, as a partially masked one.
         listed = entries[:count]
         assert [each // 2 for each in listed] == sorted({each // 2 for each in listed})
         assert set(expected) <= set(listed)

@@ -104,7 +104,7 @@ def test_options(shared: str, options: dict[str, Any]) -> None:
     SharedCache([90, 100, 66, 130], ((64, 4),), seq_q=2).check_shared(shared, **options)
 
 
-@pytest.mark.usefixtures("replanned")
+@pytest.mark.usefixtures("fresh_plans")
 def test_rows_of_a_prefill(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of all requests packed into tiles of the Hopper forward."""
     from cukit.attention.paged import _paged_prefill

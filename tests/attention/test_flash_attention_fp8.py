@@ -141,8 +141,8 @@ def check(
         allowed = FACTOR * relative_error(attention_with_rounding(wide, **options), exact) + 4e-3
         assert relative_error(got, exact) <= allowed
     check_lse(device, lse, exact_lse)
-    hidden = np.isneginf(exact_lse).swapaxes(-1, -2)
-    assert not to_host(got).astype(np.float32)[hidden].any()
+    masked = np.isneginf(exact_lse).swapaxes(-1, -2)
+    assert not to_host(got).astype(np.float32)[masked].any()
     return got
 
 
@@ -271,8 +271,8 @@ def test_sequences(hopper, rng, group, requested, precise):
     )
     assert relative_error(got, exact) <= (SEQUENCES if hopper != "cpu" and not precise else PRECISE)
     check_lse(hopper, lse, exact_lse)
-    hidden = np.isneginf(exact_lse).swapaxes(-1, -2)
-    assert not to_host(got).astype(np.float32)[hidden].any()
+    masked = np.isneginf(exact_lse).swapaxes(-1, -2)
+    assert not to_host(got).astype(np.float32)[masked].any()
 
 
 @pytest.mark.parametrize("shape", [(), (2,), (2, 2)])

@@ -27,9 +27,11 @@ def test_many_tiles_of_keys(device, rng, head_dim, causal):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_late_completion(late_emulator, rng, head_dim):
+def test_late_completion(late_completion_emulator, rng, head_dim):
     check_forward(
-        late_emulator, *inputs_of(rng, (200, 530), (2, 1), head_dim)[:3], {"causal": True}
+        late_completion_emulator,
+        *inputs_of(rng, (200, 530), (2, 1), head_dim)[:3],
+        {"causal": True},
     )
 
 

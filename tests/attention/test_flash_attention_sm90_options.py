@@ -70,15 +70,15 @@ def sequences_of(rng, heads, head_dim, repeat=1):
     }
 
 
-def check_sequences(place, arrays, lengths, **options):
+def check_sequences(device, arrays, lengths, **options):
     """Compares a packed call with a separate call for each sequence."""
     q, k, v = arrays
     (placed_q, placed_k, placed_v, *ends) = to_device(
-        place, q, k, v, lengths["cu_seqlens_q"], lengths["cu_seqlens_kv"]
+        device, q, k, v, lengths["cu_seqlens_q"], lengths["cu_seqlens_kv"]
     )
     longest = {name: lengths[name] for name in ("max_seqlen_q", "max_seqlen_kv")}
-    out = poisoned(place, q.shape, "bfloat16")
-    poison_pool(place)
+    out = poisoned(device, q.shape, "bfloat16")
+    poison_pool(device)
     _, lse = flash_attention(
         placed_q,
         placed_k,
@@ -118,8 +118,8 @@ def test_sequences_of_any_lengths(sm90_device, rng, head_dim, options):
 
 
 @pytest.mark.emulator
-def test_late_completion(late_emulator, rng):
-    check_sequences(late_emulator, *sequences_of(rng, (2, 1), 128), causal=True)
+def test_late_completion(late_completion_emulator, rng):
+    check_sequences(late_completion_emulator, *sequences_of(rng, (2, 1), 128), causal=True)
 
 
 def test_nan_in_a_neighbouring_sequence_is_ignored(sm90_device, rng):

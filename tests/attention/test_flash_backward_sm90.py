@@ -31,7 +31,7 @@ STATIC_BYTES = 3 * KIB  # barriers, stages of lse and delta
 @pytest.fixture
 def long_tiles(monkeypatch) -> Iterator[None]:
     """Long query tiles for all lengths; clears the cached plans before and after."""
-    monkeypatch.setattr(_flash_plan_sm90, "_LONG", 0)
+    monkeypatch.setattr(_flash_plan_sm90, "_LONG_QUERY_TILE_MIN_QUERIES", 0)
     flash_backward._prepare_backward.forget()
     yield
     flash_backward._prepare_backward.forget()
@@ -65,9 +65,11 @@ def test_blocks_take_turns(device, rng, head_dim, causal):
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("head_dim", WIDTHS)
-def test_late_completion(late_emulator, rng, head_dim):
+def test_late_completion(late_completion_emulator, rng, head_dim):
     inputs = inputs_of(rng, (200, 150), (1, 1), head_dim)
-    check_backward(late_emulator, *inputs, {"causal": True}, deterministic=head_dim == 128)
+    check_backward(
+        late_completion_emulator, *inputs, {"causal": True}, deterministic=head_dim == 128
+    )
 
 
 @pytest.mark.parametrize("head_dim", WIDTHS)

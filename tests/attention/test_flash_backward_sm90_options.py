@@ -83,11 +83,11 @@ def sequences_of(rng, lengths, heads, head_dim):
     return arrays, where
 
 
-def check_sequences(place, rng, requested, lengths, heads, head_dim, deterministic=False):
+def check_sequences(device, rng, requested, lengths, heads, head_dim, deterministic=False):
     arrays, where = sequences_of(rng, lengths, heads, head_dim)
     most = where["max_seqlen_q"], where["max_seqlen_kv"]
     options = options_of(rng, requested, len(lengths[0]), heads[0], most, "bfloat16")
-    grads, expected = run_backward(place, *arrays, {**options, **where}, deterministic)
+    grads, expected = run_backward(device, *arrays, {**options, **where}, deterministic)
     ends = where["cu_seqlens_q"], where["cu_seqlens_kv"]
     _, low = plain_sequences(*arrays, options, ends)
     for name, *of_input in zip(NAMES, grads, low, expected, strict=False):

@@ -13,7 +13,13 @@ from cukit.attention import flash_attention, flash_attention_backward
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError, ConfigError
 from cukit.reference import attention as reference
 from tests.attention import plain
-from tests.attention.checks import check, compare_with_float64, inputs_of, run, widened
+from tests.attention.checks import (
+    check,
+    compare_with_float64,
+    inputs_of,
+    run_forward_and_backward,
+    widened,
+)
 from tests.attention.options import OPTIONS, options_of
 from tests.contract import check_gradient, random, to_device, to_host
 from tests.quick_run import emulated
@@ -22,24 +28,27 @@ PAGE = Path(__file__).parents[2] / "docs" / "attention.md"
 EMULATED = ("causal window, sinks", "bias, mask", "everything")
 
 
-def check_options(place, rng, requested, lengths, heads=(2, 1), head_dim=64, value_dim=None,
+def check_options(device, rng, requested, lengths, heads=(2, 1), head_dim=64, value_dim=None,
                   dtype="bfloat16", batch=1):  # fmt: skip
     inputs = inputs_of(rng, lengths, heads, head_dim, value_dim, batch=batch, dtype=dtype)
-    check(place, *inputs, options_of(rng, requested, batch, heads[0], lengths, dtype))
+    check(device, *inputs, options_of(rng, requested, batch, heads[0], lengths, dtype))
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @emulated(
     lambda name: name in EMULATED
 )  # a case compiles four kernels; three cases cover every option
-def test_options(place, rng, name):
-    if place == "gpu":
-        check_options(place, rng, OPTIONS[name], (150, 215), (4, 2), batch=2)
-        check_options(place, rng, OPTIONS[name], (215, 160), (4, 2), 128, dtype="float16", batch=2)
+def test_options(device_and_class, rng, name):
+    if device_and_class == "gpu":
+        check_options(device_and_class, rng, OPTIONS[name], (150, 215), (4, 2), batch=2)
+        check_options(
+            device_and_class, rng, OPTIONS[name], (215, 160), (4, 2), 128, dtype="float16", batch=2
+        )
         return
     # Rows of 144 elements start at multiples of 16 bytes, rows of 135 do not.
     lengths = (70, 144) if name == "bias, mask" else (70, 135)
-    check_options(place, rng, OPTIONS[name], lengths, batch=1 if place == "emulator" else 2)
+    batch = 1 if device_and_class == "emulator" else 2
+    check_options(device_and_class, rng, OPTIONS[name], lengths, batch=batch)
 
 
 @pytest.mark.gpu
@@ -67,27 +76,30 @@ def test_ragged_lengths(gpu, rng, lengths, heads, name):
     ],
 )
 @emulated(lambda head_dim, value_dim: (head_dim, value_dim) in {(40, 72), (192, 128)})
-def test_head_dims_of_values_may_differ(place, rng, head_dim, value_dim):
-    if place == "gpu":
+def test_head_dims_of_values_may_differ(device_and_class, rng, head_dim, value_dim):
+    if device_and_class == "gpu":
         for causal in (False, True):
             requested = {"causal": causal}
-            check_options(place, rng, requested, (150, 215), (4, 2), head_dim, value_dim, batch=2)
+            check_options(
+                device_and_class, rng, requested, (150, 215), (4, 2), head_dim, value_dim, batch=2
+            )
+        requested, lengths = OPTIONS["everything"], (113, 203)
         check_options(
-            place, rng, OPTIONS["everything"], (113, 203), (4, 2), head_dim, value_dim, "float16"
+            device_and_class, rng, requested, lengths, (4, 2), head_dim, value_dim, "float16"
         )
         return
-    check_options(place, rng, {"causal": True}, (70, 135), (2, 1), head_dim, value_dim)
+    check_options(device_and_class, rng, {"causal": True}, (70, 135), (2, 1), head_dim, value_dim)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
 @emulated(lambda sinks: sinks)
-def test_fully_masked_rows(place, rng, sinks):
+def test_fully_masked_rows(device_and_class, rng, sinks):
     """Fully masked rows: zeros, -infinity as lse and no gradient; with a sink, its score as lse."""
     q, k, v, grad_out = (random(rng, (1, 40, 2, 64), "bfloat16") for _ in range(4))
     mask = rng.random((40, 40)) < 0.5
     mask[5:30] = False
     options = {"mask": mask, **({"sinks": np.array([0.5, -np.inf], np.float32)} if sinks else {})}
-    out, lse, both = run(place, q, k, v, grad_out, options)
+    out, lse, both = run_forward_and_backward(device_and_class, q, k, v, grad_out, options)
     assert (out[:, 5:30] == 0).all()
     assert np.isneginf(lse[:, 1, 5:30]).all()
     if sinks:
@@ -115,7 +127,7 @@ def test_reruns_are_bitwise_equal(gpu, rng, name):
     options = options_of(rng, OPTIONS[name], 2, 4, (300, 333), "bfloat16")
     first: list[bytes] = []
     for _ in range(20):
-        out, lse, (atomic, fixed) = run(gpu, q, k, v, q, options)
+        out, lse, (atomic, fixed) = run_forward_and_backward(gpu, q, k, v, q, options)
         del atomic["grad_q"]
         bits = [x.tobytes() for x in (out, lse, *atomic.values(), *fixed.values())]
         first = first or bits
@@ -129,23 +141,25 @@ def test_the_order_of_threads_does_not_matter(rng):
     results = []
     for seed in (0, 1):
         with cukit.backend("emulator", arch="sm_80", seed=seed, late=seed == 1):
-            out, lse, (_, fixed) = run("emulator", q, k, v, grad_out, options)
+            out, lse, (_, fixed) = run_forward_and_backward("emulator", q, k, v, grad_out, options)
         results.append([x.tobytes() for x in (out, lse, *fixed.values())])
     assert results[0] == results[1]
 
 
-def test_strided_bias_and_mask_need_no_copy(place, rng):
+def test_strided_bias_and_mask_need_no_copy(device_and_class, rng):
     q, k, v, grad_out = (random(rng, (1, 40, 2, 64), "bfloat16") for _ in range(4))
     bias, mask = random(rng, (1, 2, 40, 40), "bfloat16"), rng.random((1, 2, 40, 40)) < 0.5
-    dense = run(place, q, k, v, grad_out, {"bias": bias, "mask": mask})
+    dense = run_forward_and_backward(
+        device_and_class, q, k, v, grad_out, {"bias": bias, "mask": mask}
+    )
     turned = [np.ascontiguousarray(x.transpose(3, 2, 1, 0)) for x in (bias, mask)]
-    views = [x.transpose(3, 2, 1, 0) for x in to_device(place, *turned)]
-    placed = to_device(place, q, k, v)
+    views = [x.transpose(3, 2, 1, 0) for x in to_device(device_and_class, *turned)]
+    placed = to_device(device_and_class, q, k, v)
     options = {"bias": views[0], "mask": views[1]}
     out, lse = flash_attention(*placed, return_lse=True, **options)
     np.testing.assert_array_equal(to_host(out), dense[0])
     gradients = flash_attention_backward(
-        *to_device(place, grad_out), *placed, out, lse, deterministic=True, **options
+        *to_device(device_and_class, grad_out), *placed, out, lse, deterministic=True, **options
     )
     for one, other in zip(gradients, dense[2][1].values(), strict=True):
         np.testing.assert_array_equal(to_host(one), other)
@@ -180,10 +194,12 @@ def test_gradients_by_finite_differences(rng, name, varlen):
     check_gradient(forward, backward, inputs, rng)
 
 
-def test_errors_name_the_option(place, rng):
-    q, k, v = to_device(place, *(random(rng, (2, 8, 2, 64), "float16") for _ in range(3)))
-    (three,) = to_device(place, np.zeros(3, np.float32))
-    (ends,) = to_device(place, np.array([0, 8], np.int32))
+def test_errors_name_the_option(device_and_class, rng):
+    q, k, v = to_device(
+        device_and_class, *(random(rng, (2, 8, 2, 64), "float16") for _ in range(3))
+    )
+    (three,) = to_device(device_and_class, np.zeros(3, np.float32))
+    (ends,) = to_device(device_and_class, np.array([0, 8], np.int32))
 
     def check_error(error, match, *inputs, **options):
         with pytest.raises(error, match=match):
@@ -213,11 +229,11 @@ def test_errors_name_the_option(place, rng):
     )  # fmt: skip
     check_error(
         ArrayShapeError, "must both have num_sequences", *flat,
-        **both | {"cu_seqlens_kv": to_device(place, np.array([0, 3, 8], np.int32))[0]},
+        **both | {"cu_seqlens_kv": to_device(device_and_class, np.array([0, 3, 8], np.int32))[0]},
     )  # fmt: skip
-    if place != "gpu":
+    if device_and_class != "gpu":
         for wrong in ([0, 9], [1, 8], [0, 7]):
-            (bad,) = to_device(place, np.array(wrong, np.int32))
+            (bad,) = to_device(device_and_class, np.array(wrong, np.int32))
             check_error(
                 ConfigError,
                 "cu_seqlens_q must be non-decreasing from 0 to 8",

@@ -7,7 +7,7 @@ import pytest
 
 from cukit.attention import flash_attention, flash_attention_backward
 from tests.attention import plain
-from tests.attention.checks import compare_with_float64, run
+from tests.attention.checks import compare_with_float64, run_forward_and_backward
 from tests.attention.options import OPTIONS, options_of
 from tests.contract import random, to_device, to_host
 from tests.quick_run import emulated
@@ -20,7 +20,7 @@ SEQUENCES = {
 MANY = ([1, 239, 0, 799, 113, 203, 64, 128, 1023], [1, 1, 17, 3, 203, 113, 64, 0, 1024])
 
 
-def check_sequences(place, rng, requested, lengths, heads=(2, 1), head_dim=64, value_dim=None,
+def check_sequences(device, rng, requested, lengths, heads=(2, 1), head_dim=64, value_dim=None,
                     room=0):  # fmt: skip
     dtype, value_dim = "bfloat16", value_dim or head_dim
     ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in lengths]
@@ -39,7 +39,8 @@ def check_sequences(place, rng, requested, lengths, heads=(2, 1), head_dim=64, v
         "max_seqlen_kv": most[1],
     }
     low = plain_sequences(q, k, v, grad_out, values, ends)
-    compare_with_float64(run(place, q, k, v, grad_out, options), q, k, v, grad_out, options, low)
+    results = run_forward_and_backward(device, q, k, v, grad_out, options)
+    compare_with_float64(results, q, k, v, grad_out, options, low)
 
 
 def plain_sequences(q, k, v, grad_out, options, ends):
@@ -74,8 +75,8 @@ def plain_sequences(q, k, v, grad_out, options, ends):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", SEQUENCES)
 @emulated(lambda name: name != "one")
-def test_sequences_of_any_lengths(place, rng, name, causal):
-    check_sequences(place, rng, {"causal": causal}, SEQUENCES[name])
+def test_sequences_of_any_lengths(device_and_class, rng, name, causal):
+    check_sequences(device_and_class, rng, {"causal": causal}, SEQUENCES[name])
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (72, 40)])
@@ -89,8 +90,8 @@ def test_tiles_wider_than_the_heads(device, rng, head_dim, value_dim):
 
 @pytest.mark.parametrize("name", ["everything", "causal window, sinks"])
 @emulated(lambda name: name == "everything")
-def test_sequences_with_options(place, rng, name):
-    check_sequences(place, rng, OPTIONS[name], SEQUENCES["some empty"], room=3)
+def test_sequences_with_options(device_and_class, rng, name):
+    check_sequences(device_and_class, rng, OPTIONS[name], SEQUENCES["some empty"], room=3)
 
 
 @pytest.mark.gpu
@@ -107,15 +108,15 @@ def test_many_sequences(gpu, rng, head_dim, value_dim, name):
     check_sequences(gpu, rng, requested, MANY, (6, 2), head_dim, value_dim, room=5)
 
 
-def test_sequences_are_independent(place, rng):
+def test_sequences_are_independent(device_and_class, rng):
     """NaN in the keys and values of one sequence does not affect the other sequences."""
     ends = np.array([0, 20, 45, 60], np.int32)
     q, k, v, grad_out = (random(rng, (60, 2, 64), "bfloat16") for _ in range(4))
     options = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 25, "max_seqlen_kv": 25}
-    clean = run(place, q, k, v, grad_out, options)
+    clean = run_forward_and_backward(device_and_class, q, k, v, grad_out, options)
     for x in (k, v):
         x[20:45] = np.nan
-    spoilt = run(place, q, k, v, grad_out, options)
+    spoilt = run_forward_and_backward(device_and_class, q, k, v, grad_out, options)
     for row in (slice(0, 20), slice(45, 60)):
         np.testing.assert_array_equal(clean[0][row], spoilt[0][row])
         np.testing.assert_array_equal(clean[1][:, row], spoilt[1][:, row])
@@ -165,9 +166,9 @@ def test_sequences_equal_a_batch(rng):
     q, k, v, grad_out = (random(rng, (2, 40, 2, 64), "bfloat16") for _ in range(4))
     ends = np.array([0, 40, 80], np.int32)
     options = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": 40, "max_seqlen_kv": 40}
-    dense = run("cpu", q, k, v, grad_out, {"causal": True})
+    dense = run_forward_and_backward("cpu", q, k, v, grad_out, {"causal": True})
     flat = (x.reshape(80, 2, 64) for x in (q, k, v, grad_out))
-    packed = run("cpu", *flat, {"causal": True, **options})
+    packed = run_forward_and_backward("cpu", *flat, {"causal": True, **options})
     np.testing.assert_array_equal(dense[0].reshape(80, 2, 64), packed[0])
     np.testing.assert_array_equal(dense[1].transpose(1, 0, 2).reshape(2, 80), packed[1])
     for name, gradient in dense[2][1].items():

@@ -1,4 +1,4 @@
-"""Every tiling of class sm90's forward, with keys that are masked for some warpgroups."""
+"""Every tiling of the sm90 forward kernel, with keys that are masked for some warpgroups."""
 
 from __future__ import annotations
 

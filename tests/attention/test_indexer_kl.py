@@ -93,21 +93,27 @@ def check(device, arrays, **options):
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("heads", HEADS)
 @emulated(lambda lengths, heads: (LENGTHS.index(lengths) + HEADS.index(heads)) % 4 == 1)
-def test_heads_and_lengths(place, rng, heads, lengths, causal, top_k):
-    batch = 2 if place == "gpu" else 1
+def test_heads_and_lengths(device_and_class, rng, heads, lengths, causal, top_k):
+    batch = 2 if device_and_class == "gpu" else 1
     options: dict[str, Any] = {"causal": causal}
     if top_k is not None:
         options["topk_indices"] = selection(rng, lengths, top_k, batch)
-    check(place, inputs_of(rng, heads, (64, 64), lengths, batch=batch, causal=causal), **options)
+    check(
+        device_and_class,
+        inputs_of(rng, heads, (64, 64), lengths, batch=batch, causal=causal),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("dims", DIMS)
 @emulated(lambda dims, dtype: (dtype == "float16") == (dims == (96, 40)))
-def test_head_dims(place, rng, dims, dtype):
+def test_head_dims(device_and_class, rng, dims, dtype):
     """In the emulator, kernels of class sm80."""
-    lengths = (150, 215) if place == "gpu" else (40, 70)
-    check(place, inputs_of(rng, (2, 1, 2), dims, lengths, dtype, causal=True), causal=True)
+    lengths = (150, 215) if device_and_class == "gpu" else (40, 70)
+    check(
+        device_and_class, inputs_of(rng, (2, 1, 2), dims, lengths, dtype, causal=True), causal=True
+    )
 
 
 @pytest.mark.parametrize("dims", DIMS)

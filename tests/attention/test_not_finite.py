@@ -46,9 +46,9 @@ def inputs_of(rng, seq_q=70, seq_kv=150):
     return q, k, v, grad_out
 
 
-def check_quietly(place, q, k, v, grad_out, **options):
+def check_quietly(device, q, k, v, grad_out, **options):
     with np.errstate(invalid="ignore"):
-        check(place, q, k, v, grad_out, options)
+        check(device, q, k, v, grad_out, options)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -16,7 +16,7 @@ from cukit.attention.paged._paged_plan import plan_paged_attention
 from cukit.attention.paged._paged_prefill import PreparedPrefill
 from cukit.attention.paged._paged_prefill_plan import short_queries
 from cukit.core.arrays import bfloat16, float16
-from tests.attention.test_paged_attention import DTYPES, Cache, grouped
+from tests.attention.test_paged_attention import DTYPES, Cache, int4_cache
 from tests.contract import array_module
 from tests.quick_run import emulated
 
@@ -37,7 +37,7 @@ def packed(
 
 
 @pytest.fixture
-def decode(device: str, replanned: None, monkeypatch: pytest.MonkeyPatch) -> str:
+def decode(device: str, fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """`device`, with every call on the decode kernel, as on GPUs other than Hopper."""
     monkeypatch.setattr(_paged_gather, "uses_forward", lambda *_, **__: False)
     return device
@@ -112,7 +112,7 @@ def test_quantised_caches(device: str, codes: str) -> None:
         for axis, name in ((1, "k"), (3, "v")):
             size = 64
             wide = getattr(cache, name).astype(np.float64)
-            quantised, values = grouped(wide, axis, size, unused, xp)
+            quantised, values = int4_cache(wide, axis, size, unused, xp)
             caches.append(quantised)
             setattr(cache, name, np.nan_to_num(values))
         if codes == "recent":

@@ -204,7 +204,7 @@ def check_codes(
     np.testing.assert_allclose(host(lse)[seen], want_lse[seen], atol=1e-3, rtol=1e-4)
 
 
-def grouped(
+def int4_cache(
     values: Any, axis: int, group_size: int, unused: Any, xp: Any
 ) -> tuple[ck.QuantizedArray, Any]:
     """An int4 cache (KIVI), and the decoded values. With groups along axis 1, channels are far from
@@ -260,8 +260,8 @@ def check_int4(
     )  # fmt: skip
     cache.q = (cache.q / 4).astype(float16)
     unused = np.isnan(cache.k[..., 0])
-    k, k_values = grouped(cache.k.astype(np.float64), 1, group_rows, unused, xp)
-    v, v_values = grouped(cache.v.astype(np.float64), 3, head_dim, unused, xp)
+    k, k_values = int4_cache(cache.k.astype(np.float64), 1, group_rows, unused, xp)
+    v, v_values = int4_cache(cache.v.astype(np.float64), 3, head_dim, unused, xp)
     cache.k, cache.v = k_values, np.nan_to_num(v_values)
     want, want_lse = cache.expected(**options)
     arrays = [xp.asarray(a) for a in (cache.q, cache.table, cache.lengths)]
@@ -331,10 +331,10 @@ def check_recent(
             if new.size:
                 ring[rings[b], new % num_rows] = rows[places]
     unused = np.repeat(~coded[..., None], 2, axis=2)
-    k, k_values = grouped(
+    k, k_values = int4_cache(
         np.where(coded[..., None, None], whole[0], np.nan), 1, group_rows, unused, xp
     )
-    v, v_values = grouped(
+    v, v_values = int4_cache(
         np.where(coded[..., None, None], whole[1], np.nan), 3, head_dim, unused, xp
     )
     cache.k, cache.v = (
@@ -359,13 +359,18 @@ def check_recent(
 
 
 @pytest.mark.parametrize(
-    ("codes", "step", "warps", "stages"),
+    ("cache_format", "step", "warps", "stages"),
     [("", 32, 2, 2), ("int8", 16, 4, 3), ("int8", 32, 1, 2), ("float8_e4m3", 16, 8, 2)],
 )
-@emulated(lambda codes: True)
-@pytest.mark.usefixtures("replanned")
+@emulated(lambda cache_format: True)
+@pytest.mark.usefixtures("fresh_plans")
 def test_other_tilings(
-    device: str, codes: str, step: int, warps: int, stages: int, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    cache_format: str,
+    step: int,
+    warps: int,
+    stages: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tilings that profiling/paged_variants.py measures."""
     plan = paged.plan_paged_attention
@@ -373,8 +378,8 @@ def test_other_tilings(
     monkeypatch.setattr(
         paged, "plan_paged_attention", lambda *a, **k: replace(plan(*a, **k), **tiling)
     )
-    if codes:
-        check_codes(device, {"int8": ck.int8}.get(codes, ck.float8_e4m3), "key", 128)
+    if cache_format:
+        check_codes(device, {"int8": ck.int8}.get(cache_format, ck.float8_e4m3), "key", 128)
     else:
         Cache([500, 3, 150, 0, 70], heads_q=6, heads_kv=2).check(device)
 
@@ -404,28 +409,28 @@ def test_a_cluster_processes_a_problem(
     cache.check(device, **options)
 
 
-@pytest.mark.parametrize("codes", ["", "int8", "int4", "recent"])
-@emulated(lambda codes: True)
-@pytest.mark.usefixtures("replanned")
+@pytest.mark.parametrize("cache_format", ["", "int8", "int4", "recent"])
+@emulated(lambda cache_format: True)
+@pytest.mark.usefixtures("fresh_plans")
 def test_clusters_of_several_requests(
-    device: str, codes: str, monkeypatch: pytest.MonkeyPatch
+    device: str, cache_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clusters of eight."""
     monkeypatch.setattr(_paged_plan, "_CLUSTER", 8)
     monkeypatch.setattr(_paged_plan, "_CLUSTER_SHARE", 0)
-    check_kind(device, codes)
+    check_cache_format(device, cache_format)
 
 
 @pytest.mark.parametrize(
-    ("codes", "heads_q"), [("int4", 2), ("int4", 14), ("int8", 6), ("float8_e4m3", 6)]
+    ("cache_format", "heads_q"), [("int4", 2), ("int4", 14), ("int8", 6), ("float8_e4m3", 6)]
 )
-@emulated(lambda codes: True)
-@pytest.mark.usefixtures("replanned")
+@emulated(lambda cache_format: True)
+@pytest.mark.usefixtures("fresh_plans")
 def test_thread_blocks_of_one_warp(
-    device: str, codes: str, heads_q: int, monkeypatch: pytest.MonkeyPatch
+    device: str, cache_format: str, heads_q: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_paged_plan, "_MANY_PROBLEMS", 0)
-    check_kind(device, codes, heads_q)
+    check_cache_format(device, cache_format, heads_q)
 
 
 @pytest.mark.parametrize("head_dim", [40, 64])
@@ -443,13 +448,14 @@ def test_sixteen_rows_of_few_problems(device: str, options: dict[str, Any]) -> N
     cache.check(device, **options)
 
 
-def check_kind(device: str, codes: str, heads_q: int = 6) -> None:
-    """Checks caches of one kind with five to seven requests and two key heads."""
-    if codes in ("int8", "float8_e4m3"):
-        check_codes(device, {"int8": ck.int8}.get(codes, ck.float8_e4m3), "key", 128)
-    elif codes == "int4":
+def check_cache_format(device: str, cache_format: str, heads_q: int = 6) -> None:
+    """Checks caches of one format with five to seven requests and two key heads. "recent": int4
+    with recent keys."""
+    if cache_format in ("int8", "float8_e4m3"):
+        check_codes(device, {"int8": ck.int8}.get(cache_format, ck.float8_e4m3), "key", 128)
+    elif cache_format == "int4":
         check_int4(device, 128, heads_q, 1, {}, 64)
-    elif codes == "recent":
+    elif cache_format == "recent":
         check_recent(device, 128, heads_q, 1, bfloat16, {}, 64)
     else:
         Cache([500, 3, 150, 0, 70], heads_q=heads_q, heads_kv=2).check(device)
@@ -474,11 +480,11 @@ def test_plans_of_few_and_many_problems() -> None:
         plan(1, batch_invariant=True),
     ):
         assert other.cluster == 1
-    many, few = (plan(batch, codes="int4", group_rows=64) for batch in (128, 32))
+    many, few = (plan(batch, cache_format="int4", group_rows=64) for batch in (128, 32))
     assert (many.warps, many.stages, many.blocks_per_sm) == (1, 2, 8)
     assert (few.warps, few.stages, few.blocks_per_sm) == (4, 3, 2)
-    for codes in ("int8", "float8_e4m3"):
-        many, few = (plan(batch, codes=codes) for batch in (128, 32))
+    for cache_format in ("int8", "float8_e4m3"):
+        many, few = (plan(batch, cache_format=cache_format) for batch in (128, 32))
         assert (many.warps, many.stages, many.blocks_per_sm) == (1, 2, 8)
         assert (few.warps, few.stages, few.blocks_per_sm) == (4, 2, 3)
 
@@ -640,7 +646,7 @@ def test_a_graph_replays_with_other_lengths() -> None:
             assert (out == ck.paged_attention(*arrays)).all()
 
 
-@pytest.mark.usefixtures("replanned")
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize(
     ("num_blocks", "lengths", "heads_q"),
     [
@@ -660,7 +666,7 @@ def test_a_few_thread_blocks_share_problems(
         Cache(lengths, heads_q=heads_q, heads_kv=2).check("emulator")
 
 
-@pytest.mark.usefixtures("replanned")
+@pytest.mark.usefixtures("fresh_plans")
 def test_shares_of_equal_requests_are_whole_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither one team nor two teams split a problem, so both give bitwise the same result."""
     cache = Cache([128] * 17, heads_q=6, heads_kv=2)

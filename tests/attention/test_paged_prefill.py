@@ -38,7 +38,7 @@ PROBLEM = AttentionProblem(8, 2048, 1, 32, 8, 128, "bfloat16", True)
 
 
 @pytest.fixture
-def prefill(device: str, replanned: None, monkeypatch: pytest.MonkeyPatch) -> str:
+def prefill(device: str, fresh_plans: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """`device`, with every supported call on the Hopper forward."""
     if device != "cpu" and current_device().arch != "sm_90":
         pytest.skip("the kernel is for Hopper")
@@ -322,9 +322,9 @@ def test_choice_of_the_kernel() -> None:
     assert prefers(2, 8192)
     assert prefers(4, 1024)
     assert prefers(64, 64)
-    assert prefers(64, 64, codes="int8")
-    assert prefers(64, 64, codes="int4")
-    assert not prefers(64, 16, codes="float8_e4m3")
+    assert prefers(64, 64, cache_format="int8")
+    assert prefers(64, 64, cache_format="int4")
+    assert not prefers(64, 16, cache_format="float8_e4m3")
     assert not prefers(64, 1)
     assert not prefers(64, 8)
     assert not prefers(1, 32), "32 tiles leave most SMs idle"

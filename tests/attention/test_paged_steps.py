@@ -84,7 +84,7 @@ def choose(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_paged_gather, "_MAX_REQUESTS", 3)
 
 
-@pytest.mark.usefixtures("replanned")
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize("seq_q", [1, 3, 20])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_runs_allocate_nothing(
@@ -128,7 +128,7 @@ def test_layers_of_several_formats_share_their_scratch_memory(device: str) -> No
 
 
 @kernels_only
-@pytest.mark.usefixtures("replanned")
+@pytest.mark.usefixtures("fresh_plans")
 def test_copies_are_freed_by_a_plan_of_other_queries(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,7 +269,7 @@ def test_invalid_arguments_are_rejected() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("replanned")
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize("seq_q", [1, 20])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_graph_of_runs_replays_after_other_plans(

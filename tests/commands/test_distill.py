@@ -76,7 +76,7 @@ def test_report_contains_the_documented_fields(finished: Path) -> None:
     assert low < gain < high
     helped = None if low <= 0 <= high else low > 0
     assert report["distilled_beats_alone"] == helped
-    words = {True: "The teacher helped", False: "The teacher did not", None: "No difference seen"}
+    words = {True: "The teacher helped", False: "The teacher did not", None: "No significant"}
     assert report["verdict"].startswith(words[helped])
     assert report["validation_windows"] == 8
     assert report["peak_memory_bytes"] > 1e6

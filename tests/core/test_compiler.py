@@ -84,12 +84,12 @@ def test_an_unwritable_cache_names_the_variable_to_set(sources, monkeypatch, tmp
 
 def test_first_compile_is_visible_and_can_be_silenced(sources, capsys, monkeypatch):
     monkeypatch.delenv("CUKIT_QUIET", raising=False)
-    compiler.compile_visibly(SPEC, "sm_80")
+    compiler.compile_with_message(SPEC, "sm_80")
     assert "compiled k(N=3) for sm_80" in capsys.readouterr().err
-    compiler.compile_visibly(SPEC, "sm_80")
+    compiler.compile_with_message(SPEC, "sm_80")
     assert capsys.readouterr().err == "", "from the cache"
     monkeypatch.setenv("CUKIT_QUIET", "1")
-    compiler.compile_visibly(SPEC, "sm_86")
+    compiler.compile_with_message(SPEC, "sm_86")
     assert capsys.readouterr().err == ""
 
 

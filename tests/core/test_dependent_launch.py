@@ -112,7 +112,7 @@ def record(monkeypatch):
     """A function that makes the calls of a chain and returns their launches and arrays."""
     launches = []
 
-    def call(launch, *arrays, then=()):
+    def call(launch, *arrays, trailing_args=()):
         launches.append((launch, arrays))
 
     monkeypatch.setattr(Launch, "__call__", call)

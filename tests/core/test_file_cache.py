@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cukit.core.file_cache import build_once, cache_folder, make_private_folder, recall, store
+from cukit.core.file_cache import build_once, cache_folder, load, make_private_folder, store
 from cukit.errors import CacheError
 
 
@@ -20,9 +20,9 @@ def path(kernel_cache) -> Path:
 
 
 def test_stored_values_are_found_again(path):
-    assert recall(path) is None
+    assert load(path) is None
     store(path, b"code", entry="k")
-    data, record = recall(path)
+    data, record = load(path)
     assert data == b"code"
     assert record["entry"] == "k"
 
@@ -33,9 +33,9 @@ def test_damaged_files_are_rebuilt(path, damaged, contents):
     store(path, b"code")
     file = path.with_name(damaged)
     file.unlink() if contents is None else file.write_bytes(contents)
-    assert recall(path) is None
+    assert load(path) is None
     assert build_once(path, lambda: (b"anew", {})) == (b"anew", {}, True)
-    assert recall(path)[0] == b"anew"
+    assert load(path)[0] == b"anew"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX file modes")
@@ -46,7 +46,7 @@ def test_files_that_others_can_write_are_rejected(path, name, mode):
     target = path.parent / name
     target.chmod(target.stat().st_mode | mode)
     with pytest.raises(CacheError, match=r"is writable by other users \(mode \d+\); delete it"):
-        recall(path)
+        load(path)
 
 
 def test_a_world_writable_parent_folder_is_rejected(path):
@@ -54,9 +54,9 @@ def test_a_world_writable_parent_folder_is_rejected(path):
     above = cache_folder().parent
     above.chmod(0o777)
     with pytest.raises(CacheError, match=r"lets any user replace .* run chmod o-w"):
-        recall(path)
+        load(path)
     above.chmod(0o1777)  # sticky, like /tmp: only the owner of a file can rename it
-    assert recall(path)
+    assert load(path)
 
 
 def test_new_folders_and_files_are_private_with_any_umask(tmp_path):
@@ -78,7 +78,7 @@ def test_symbolic_links_are_not_followed(path, tmp_path):
     path.unlink()
     path.symlink_to(victim)
     with pytest.raises(CacheError, match="is a symbolic link"):
-        recall(path)
+        load(path)
     store(path, b"other")
     assert victim.read_bytes() == b"code"
     assert not path.is_symlink()
@@ -95,7 +95,7 @@ def test_files_of_another_user_are_rejected(path):
     store(path, b"code")
     os.chown(path, 12345, -1)
     with pytest.raises(CacheError, match="belongs to another user"):
-        recall(path)
+        load(path)
 
 
 def test_concurrent_callers_build_once(path):
@@ -117,5 +117,5 @@ def test_a_failed_build_stores_nothing(path):
 
     with pytest.raises(RuntimeError, match="compiler"):
         build_once(path, build)
-    assert recall(path) is None
+    assert load(path) is None
     assert build_once(path, lambda: (b"code", {}))[2]

@@ -114,8 +114,8 @@ def test_a_launch_checks_its_arguments_once_and_keeps_their_order():
     kernel = RecordingKernel()
     launch = Launch(kernel, (4,), (np.int32(7),))
     (rows,) = launch.scalars
-    launch("x", "y", then=("factor",))
-    launch("x", "y", then=("other",))
+    launch("x", "y", trailing_args=("factor",))
+    launch("x", "y", trailing_args=("other",))
     assert kernel.checked == [("x", "y", rows, "factor")]
     assert kernel.launched == [
         ((4,), (32, 1, 1), ("x", "y", rows, "factor"), 16),

@@ -63,7 +63,7 @@ class SomeIgnored(Windows):
     ],
     ids=str,
 )
-def test_two_processes_equal_twice_the_batch(options: dict[str, Any]) -> None:
+def test_two_ranks_equal_twice_the_batch(options: dict[str, Any]) -> None:
     one = dict(options)
     if "workers" in one:
         one["workers"] = 4

@@ -1,4 +1,4 @@
-"""Calls to NCCL, replaced by a stub library that records its arguments."""
+"""Arguments of calls to NCCL, recorded by a stub library that replaces it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_arguments_of_nccl_calls(library: ctypes.CDLL) -> None:
     comm.close()
 
 
-def test_a_missing_launcher_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl, "_LIBRARY", "libno-such-nccl.so")
     monkeypatch.setattr(nccl, "require_cupy", lambda what: None)
     nccl._library.cache_clear()

@@ -201,7 +201,7 @@ def test_cross_entropy(rng: np.random.Generator, dtype: str, emulated: None) -> 
 def test_targets_outside_the_vocabulary_are_rejected(rng: np.random.Generator) -> None:
     hidden, weight, _, _, targets = head(rng, "float32")
     targets[1] = VOCAB
-    shard = VocabularyShard(_Place(1, 2), VOCAB)
+    shard = VocabularyShard(_FixedRank(1, 2), VOCAB)
     with pytest.raises(ArrayError, match=r"targets must be in 0\.\.1002"):
         vocabulary_parallel_cross_entropy(hidden, shard.part(weight), targets, shard=shard)
 
@@ -209,24 +209,24 @@ def test_targets_outside_the_vocabulary_are_rejected(rng: np.random.Generator) -
 def test_shards_cover_the_vocabulary() -> None:
     for vocab_size, size in ((1003, 2), (23, 3), (8, 2), (5, 4), (256000, 2), (4, 4)):
         try:
-            shards = [VocabularyShard(_Place(rank, size), vocab_size) for rank in range(size)]
+            shards = [VocabularyShard(_FixedRank(rank, size), vocab_size) for rank in range(size)]
         except ConfigError:
             assert (vocab_size, size) == (5, 4)
             continue
         tokens = [token for each in shards for token in each.part(np.arange(vocab_size + 5))]
         assert tokens == list(range(vocab_size))
     with pytest.raises(ConfigError, match="vocab_size must be at least 3"):
-        VocabularyShard(_Place(0, 3), 2)
+        VocabularyShard(_FixedRank(0, 3), 2)
 
 
-class _Place(Alone):
+class _FixedRank(Alone):
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 def test_errors_name_the_argument(rng: np.random.Generator) -> None:
     hidden, weight, teacher, teacher_weight, targets = head(rng, "float32")
-    shard = VocabularyShard(_Place(1, 2), VOCAB)
+    shard = VocabularyShard(_FixedRank(1, 2), VOCAB)
     with pytest.raises(ArrayShapeError, match=r"weight must have 499 rows, tokens 504..1002"):
         vocabulary_parallel_cross_entropy(hidden, weight, targets, shard=shard)
     with pytest.raises(ArrayShapeError, match=r"teacher_weight must have 499 rows"):

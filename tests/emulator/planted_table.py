@@ -1,7 +1,7 @@
-"""Recall and false alarms of the suite: `python -m tests.emulator.planted_table`.
+"""The emulator's recall and false alarms on the suite: `python -m tests.emulator.planted_table`.
 
-Prints its table and that of compute-sanitizer, and writes both into docs/emulator.md, between their
-markers.
+Prints this table and one for compute-sanitizer, and writes both into docs/emulator.md, between
+their markers.
 """
 
 from __future__ import annotations

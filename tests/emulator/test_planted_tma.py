@@ -39,8 +39,8 @@ def words(count: int) -> np.ndarray[Any, Any]:
     return np.full(count, 0xFFFFFFFF, np.uint32)
 
 
-def launch(mistake: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
-    number = NUMBERS.index(mistake)
+def launch(bug: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
+    number = NUMBERS.index(bug)
 
     def make() -> tuple[Any, ...]:
         return encode_tensor_map(A, (64, 64)), np.int32(number), np.int32(planted), words(2048)
@@ -49,24 +49,24 @@ def launch(mistake: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("mistake", BUGS)
-def test_the_bug_is_named(mistake, late):
-    with pytest.raises(EmulatorError, match=BUGS[mistake]) as caught:
-        launch(mistake, 1, late=late, seed=int(late))
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_bug_is_named(bug, late):
+    with pytest.raises(EmulatorError, match=BUGS[bug]) as caught:
+        launch(bug, 1, late=late, seed=int(late))
     assert re.search(r"/tma\.cu:\d+", str(caught.value))
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("mistake", BUGS)
-def test_the_correct_version_passes(mistake, late):
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_correct_version_passes(bug, late):
     for seed in (0, 1):
-        got = launch(mistake, 0, late=late, seed=seed)
+        got = launch(bug, 0, late=late, seed=seed)
         np.testing.assert_array_equal(got, swizzled(A))
 
 
-def launch_cluster(mistake: int, **options: Any) -> np.ndarray[Any, Any]:
+def launch_cluster(bug: int, **options: Any) -> np.ndarray[Any, Any]:
     def make() -> tuple[Any, ...]:
-        return encode_tensor_map(A, (64, 64)), np.int32(mistake), words(2 * 2048)
+        return encode_tensor_map(A, (64, 64)), np.int32(bug), words(2 * 2048)
 
     return run(SOURCE, "planted_cluster", make, 128, TILE_BYTES, grid=2, **options)
 

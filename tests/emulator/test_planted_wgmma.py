@@ -69,8 +69,8 @@ BUGS = {
 NUMBERS = re.findall(r"^  X\((\w+)\)", (KERNELS / SOURCE).read_text(), re.MULTILINE)
 
 
-def launch(entry: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
-    number = NUMBERS.index(entry)
+def launch(bug: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
+    number = NUMBERS.index(bug)
 
     def make() -> tuple[Any, ...]:
         return A.copy(), np.int32(number), np.int32(planted), empty(4096)
@@ -79,52 +79,52 @@ def launch(entry: str, planted: int, **options: Any) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("entry", BUGS)
-def test_the_bug_is_named(entry, late):
-    with pytest.raises(EmulatorError, match=BUGS[entry]) as caught:
-        launch(entry, 1, late=late, seed=int(late), patience=0.1)
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_bug_is_named(bug, late):
+    with pytest.raises(EmulatorError, match=BUGS[bug]) as caught:
+        launch(bug, 1, late=late, seed=int(late), patience=0.1)
     assert str(caught.value).startswith("planted_wgmma(): ")
     assert re.search(r"/wgmma\.cu:\d+", str(caught.value))
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("entry", BUGS)
-def test_the_correct_version_passes(entry, late):
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_correct_version_passes(bug, late):
     for seed in (0, 1):
-        np.testing.assert_array_equal(launch(entry, 0, late=late, seed=seed), PRODUCT)
+        np.testing.assert_array_equal(launch(bug, 0, late=late, seed=seed), PRODUCT)
 
 
-@pytest.mark.parametrize("entry", ["accumulators_read_in_flight", "lax_wait"])
-def test_accumulators_read_too_early_are_nan_in_the_late_mode_without_checks(entry):
-    np.testing.assert_array_equal(launch(entry, 1, checked=False), PRODUCT)
-    assert np.isnan(launch(entry, 1, checked=False, late=True)).all()
+@pytest.mark.parametrize("bug", ["accumulators_read_in_flight", "lax_wait"])
+def test_accumulators_read_too_early_are_nan_in_the_late_mode_without_checks(bug):
+    np.testing.assert_array_equal(launch(bug, 1, checked=False), PRODUCT)
+    assert np.isnan(launch(bug, 1, checked=False, late=True)).all()
 
 
 INSTRUCTIONS = ("ldmatrix", "stmatrix", "mma.sync", "movmatrix")
 REGISTERS = np.arange(128, dtype=np.float32).view(np.uint32)
 
 
-def launch_lanes(instruction: str, mistake: int, threads: int = 32) -> np.ndarray[Any, Any]:
+def launch_lanes(instruction: str, bug: int, threads: int = 32) -> np.ndarray[Any, Any]:
     number = INSTRUCTIONS.index(instruction)
 
     def make() -> tuple[Any, ...]:
-        return REGISTERS.copy(), np.int32(number), np.int32(mistake), np.zeros_like(REGISTERS)
+        return REGISTERS.copy(), np.int32(number), np.int32(bug), np.zeros_like(REGISTERS)
 
     return run("lanes.cu", "planted_lanes", make, threads, 0)
 
 
-@pytest.mark.parametrize("mistake", [1, 2])
+@pytest.mark.parametrize("bug", [1, 2])
 @pytest.mark.parametrize("instruction", INSTRUCTIONS)
-def test_missing_lanes_are_named(instruction, mistake):
+def test_missing_lanes_are_named(instruction, bug):
     message = (
         rf"missing threads: {instruction} is an instruction of all 32 lanes of a warp, here "
         r"threads 0-31 of block \(0, 0, 0\), and threads 16-31 do not reach it"
     )
     with pytest.raises(EmulatorError, match=message) as caught:
-        launch_lanes(instruction, mistake)
+        launch_lanes(instruction, bug)
     text = str(caught.value)
     assert re.search(rf"threads 0-15 wait at {instruction} at .*lanes\.cu:\d+", text), text
-    assert f"threads 16-31 {'have exited' if mistake == 1 else 'wait at __syncwarp'}" in text
+    assert f"threads 16-31 {'have exited' if bug == 1 else 'wait at __syncwarp'}" in text
 
 
 @pytest.mark.parametrize("instruction", INSTRUCTIONS)

@@ -112,8 +112,8 @@ def _small(rng: np.random.Generator, num_bytes: int, dtype: Any) -> np.ndarray[A
 
 
 def _tensor_maps() -> Iterator[Case]:
-    # Boxes inside the tensor; across the lower edge, and with a swizzle of 128 bytes the right one;
-    # across the left and upper edges.
+    # Boxes inside the tensor; across its lower edge, and with a swizzle of 128 bytes also across
+    # its right edge; across its left and upper edges.
     for x, y in ((16, 8), (72, 90), (-8, -3)):
         for swizzle in (0, 32, 64, 128):
             yield _tensor_load(x, y, swizzle)

@@ -187,11 +187,13 @@ def test_groups_of_rows_list_each_block_once(mask, size):
     for group in range(len(groups.starts) - 1):
         entries = slice(*groups.starts[group : group + 2])
         assert (np.diff(groups.columns[entries]) > 0).all()
-        for column, numbers in zip(groups.columns[entries], groups.numbers[entries], strict=True):
-            for slot in np.flatnonzero(numbers >= 0):
+        for column, indices in zip(
+            groups.columns[entries], groups.block_indices[entries], strict=True
+        ):
+            for slot in np.flatnonzero(indices >= 0):
                 row = group * size + slot
-                assert pattern.rows[numbers[slot]] == row
-                assert pattern.indices[numbers[slot]] == column
+                assert pattern.rows[indices[slot]] == row
+                assert pattern.indices[indices[slot]] == column
                 found[row, column] = True
     np.testing.assert_array_equal(found, mask)
     pieces = sampled_pieces(groups.starts, 2)

@@ -166,9 +166,11 @@ def test_entries_that_share_a_stage_are_padded(rng):
         assert 0 <= stop - begin - (end - first) < 2
         last = begin + end - first
         np.testing.assert_array_equal(padded.columns[begin:last], groups.columns[first:end])
-        np.testing.assert_array_equal(padded.numbers[begin:last], groups.numbers[first:end])
+        np.testing.assert_array_equal(
+            padded.block_indices[begin:last], groups.block_indices[first:end]
+        )
         assert (padded.columns[last:stop] == -1).all()
-        assert (padded.numbers[last:stop] == -1).all()
+        assert (padded.block_indices[last:stop] == -1).all()
 
 
 @pytest.mark.parametrize("sparse_first", [False, True])

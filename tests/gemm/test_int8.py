@@ -17,6 +17,7 @@ from cukit.gemm.quantized._matmul_8bit_launch import Matmul8BitSm90
 from cukit.gemm.quantized._matmul_8bit_plan import (
     Product8Bit,
     Tiling8Bit,
+    candidates,
     configure,
     plan_matmul_8bit_sm80,
     plan_matmul_8bit_sm90,
@@ -182,6 +183,17 @@ def test_plans_fit_hopper(m, n, k):
     assert blocks * (config.shared_bytes + 2 * KIB) <= hopper.shared_bytes_per_sm
     assert 1 <= config.tiling.splits <= -(-k // 128)
     assert config.num_blocks % config.tiling.splits == 0
+
+
+@pytest.mark.parametrize("num_sms", [66, 78, 132])
+@pytest.mark.parametrize(("m", "n"), [(16, 4096), (128, 2112), (1, 40)])
+def test_split_tilings_run_all_clusters_at_once(num_sms, m, n):
+    product = Product8Bit("Int8", "bfloat16")
+    splits = [each for each in candidates(product, m, n, 4096, num_sms) if each.splits > 1]
+    assert splits
+    for tiling in splits:
+        tiles_m, tiles_n = tiling.tiles(m, n)
+        assert tiles_m * tiles_n * tiling.splits <= num_sms * tiling.blocks_per_sm, tiling
 
 
 def test_the_plan_of_large_products():

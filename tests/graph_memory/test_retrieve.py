@@ -169,8 +169,8 @@ def test_the_plan(arch):
     assert plan_maxima(5, 1000, 128, "bfloat16", device).blocks == 8
     for count in (1, 31, 31250, 1_000_000, 1 << 26):
         for k in (1, 64, 256):
-            for rows in (1, 256, None):
-                select = plan_select(count, k, rows, device)
+            for num_queries in (1, 256, None):
+                select = plan_select(count, k, num_queries, device)
                 share = -(-count // select.parts)
                 assert k * -(-share // select.threads) <= select.capacity
                 assert k <= select.threads

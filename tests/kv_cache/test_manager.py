@@ -166,21 +166,21 @@ class Swapping:
 
 
 @pytest.mark.parametrize("way", ["to_host", "from_host"])
-@pytest.mark.parametrize("pieces", range(4))
-def test_a_swap_that_fails_after_some_pieces_loses_nothing(
-    way: str, pieces: int, device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chunks", range(4))
+def test_a_swap_that_fails_after_some_chunks_loses_nothing(
+    way: str, chunks: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swapping = Swapping(device)
     cache = swapping.cache
-    copies = cache.slab._pieces
+    copies = cache.slab._chunks
 
     def failing(*arguments: Any) -> Iterator[Any]:
-        yield from itertools.islice(copies(*arguments), pieces)
+        yield from itertools.islice(copies(*arguments), chunks)
         raise RuntimeError("the copy failed")
 
     if way == "from_host":
         cache.preempt("swapped")
-    monkeypatch.setattr(cache.slab, "_pieces", failing)
+    monkeypatch.setattr(cache.slab, "_chunks", failing)
     with pytest.raises(RuntimeError, match="the copy failed"):
         cache.resume("swapped") if way == "from_host" else cache.preempt("swapped")
     monkeypatch.undo()

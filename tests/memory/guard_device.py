@@ -113,6 +113,6 @@ def bytes_at(address: int, size: int) -> Any:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
-def poke(slot: Slot, place: int, size: int = 1) -> None:
+def poke(slot: Slot, offset: int, size: int = 1) -> None:
     """Changes bytes at an offset from the allocation's start."""
-    bytes_at(slot.allocation.address + place, size)[:] ^= 0x55
+    bytes_at(slot.allocation.address + offset, size)[:] ^= 0x55

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cukit.core.arrays import ACCESS_BYTES
 from cukit.errors import ArrayDtypeError, ArrayLayoutError, ArrayShapeError
 from cukit.memory import batched_copy
 from cukit.memory.batched_copy import TILE_BYTES
@@ -36,8 +37,12 @@ def bytes_of(rng, size):
 
 
 def test_scattered_blocks(device, rng):
-    """Sizes from one access to 399, in random order, from one half of the memory to the other."""
-    sizes = 16 * rng.integers(1, 400, 60)
+    """Blocks of one access to four tiles, most of them shorter than a tile, in random order, from
+    one half of the memory to the other."""
+    accesses = TILE_BYTES // ACCESS_BYTES
+    sizes = ACCESS_BYTES * np.concatenate(
+        [rng.integers(1, 400, 54), rng.integers(accesses + 1, 4 * accesses, 6)]
+    )
     starts = np.concatenate([[0], np.cumsum(sizes)])
     half = int(starts[-1])
     order = rng.permutation(len(sizes))

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cukit.memory.bookkeeping.compaction import FREE, MIN_GAP, MOVABLE, WALL, Pieces, Plan
+from cukit.memory.bookkeeping.compaction import FREE, IMMOVABLE, MIN_GAP, MOVABLE, Pieces, Plan
 from cukit.memory.bookkeeping.compaction import plan_compaction as plan_pieces
 
 PAGE = 256 << 10
 UNIT = 16 << 10
 
-CODES = {"movable": MOVABLE, "free": FREE, "wall": WALL}
+CODES = {"movable": MOVABLE, "free": FREE, "immovable": IMMOVABLE}
 
 
 class Piece(NamedTuple):
@@ -34,7 +34,7 @@ def plan_compaction(pieces: list[Piece], page_bytes: int, *, remap: bool) -> Pla
     return plan_pieces(Pieces.of(rows), page_bytes, remap=remap)
 
 
-KINDS = st.sampled_from(["movable", "movable", "movable", "free", "free", "wall", "hole"])
+KINDS = st.sampled_from(["movable", "movable", "movable", "free", "free", "immovable", "hole"])
 
 
 def layout(parts: list[tuple[str, int]]) -> list[Piece]:
@@ -85,7 +85,7 @@ def test_bytes_are_preserved(parts: list[tuple[str, int]], *, remap: bool) -> No
     mapped = {unit for piece in pieces for unit in range(piece.address // UNIT, piece.end // UNIT)}
     for number, piece in enumerate(movable):
         at = plan.relocations.get(piece.address, piece.address)
-        if piece.kind == "wall":
+        if piece.kind == "immovable":
             assert at == piece.address
         units = range(at // UNIT, (at + piece.size) // UNIT)
         assert set(units) <= mapped
@@ -110,11 +110,11 @@ def test_moves_as_few_bytes_as_possible() -> None:
     assert plan.bytes_moved == 3 * UNIT
 
 
-def test_pages_with_walls_are_filled_first() -> None:
+def test_pages_with_immovable_memory_are_filled_first() -> None:
     pieces = [
         Piece(0, 8 * UNIT, "movable"),
         Piece(8 * UNIT, 8 * UNIT, "free"),
-        Piece(PAGE, UNIT, "wall"),
+        Piece(PAGE, UNIT, "immovable"),
         Piece(PAGE + UNIT, 15 * UNIT, "free"),
     ]
     plan = plan_compaction(pieces, PAGE, remap=True)
@@ -134,8 +134,8 @@ def test_buffers_too_large_for_any_hole_slide() -> None:
 
 
 def test_useless_moves_are_not_planned() -> None:
-    wall = [Piece(0, UNIT, "wall"), Piece(UNIT, 15 * UNIT, "free")]
-    assert not plan_compaction([*wall, Piece(PAGE, PAGE, "movable")], PAGE, remap=True).steps
+    fixed = [Piece(0, UNIT, "immovable"), Piece(UNIT, 15 * UNIT, "free")]
+    assert not plan_compaction([*fixed, Piece(PAGE, PAGE, "movable")], PAGE, remap=True).steps
     small = MIN_GAP // 2
     dense = [Piece(0, small, "free"), Piece(small, PAGE - small, "movable")]
     assert not plan_compaction(dense, PAGE, remap=True).steps

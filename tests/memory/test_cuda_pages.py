@@ -314,7 +314,7 @@ RUNTIME = {
 }
 
 
-class Tour:
+class DriverCallSequence:
     """Makes every kind of driver call, with data in every block; repeats failed steps."""
 
     def __init__(self, kind: type[CudaVirtualMemory] | type[CudaMalloc]) -> None:
@@ -407,21 +407,21 @@ class Tour:
 def test_every_call_of_the_driver_fails_once(
     kind: type[CudaVirtualMemory] | type[CudaMalloc],
 ) -> None:
-    clean = Tour(kind)
+    clean = DriverCallSequence(kind)
     clean.run()
     calls = list(clean.tally.calls)
     expected = RUNTIME - {"malloc", "free"} | PAGES
     if kind is CudaMalloc:
         expected = RUNTIME
-    assert expected <= set(calls), f"the tour misses {expected - set(calls)}"
+    assert expected <= set(calls), f"the sequence misses {expected - set(calls)}"
     # Consecutive calls of one kind are equivalent: test the first, the middle and the last.
     numbers = chosen(calls)
     missed = []
     for number in numbers:
-        tour = Tour(kind)
-        tour.tally.fail_in = number
-        tour.run()
-        if tour.tally.fail_in is not None:
+        sequence = DriverCallSequence(kind)
+        sequence.tally.fail_in = number
+        sequence.run()
+        if sequence.tally.fail_in is not None:
             missed.append(f"{number} ({calls[number]})")
     # If streams finish earlier than in the first run, the pool makes fewer queries.
     assert len(missed) <= len(numbers) // 10, f"calls that were never made: {missed}"

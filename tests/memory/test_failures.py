@@ -16,7 +16,7 @@ from tests.memory.simulation import KIB, PAGE, InjectedError, SimulatedProvider,
 T = TypeVar("T")
 
 
-class Tour:
+class DriverCallSequence:
     """Makes every kind of driver call; repeats failed steps."""
 
     def __init__(self, *, can_remap: bool, lagging: bool) -> None:
@@ -95,7 +95,7 @@ class Tour:
 @pytest.mark.parametrize("lagging", [False, True])
 @pytest.mark.parametrize("can_remap", [True, False])
 def test_every_call_fails_once(*, can_remap: bool, lagging: bool) -> None:
-    clean = Tour(can_remap=can_remap, lagging=lagging)
+    clean = DriverCallSequence(can_remap=can_remap, lagging=lagging)
     clean.run()
     calls = list(clean.provider.calls)
     kinds = {"reserve", "release", "record", "is_done", "synchronize_device", "copy"}
@@ -103,12 +103,13 @@ def test_every_call_fails_once(*, can_remap: bool, lagging: bool) -> None:
         kinds |= {"create_pages", "destroy_pages", "map_pages", "unmap_pages"}
     if lagging:
         kinds |= {"wait"}
-    assert kinds <= set(calls), "the tour misses a kind of call"
+    assert kinds <= set(calls), "the sequence misses a kind of call"
     for number in range(len(calls)):
-        tour = Tour(can_remap=can_remap, lagging=lagging)
-        tour.provider.fail_in = number
-        tour.run()
-        assert tour.failures == 1, f"call {number} ({calls[number]}) failed without an exception"
+        sequence = DriverCallSequence(can_remap=can_remap, lagging=lagging)
+        sequence.provider.fail_in = number
+        sequence.run()
+        call = f"call {number} ({calls[number]})"
+        assert sequence.failures == 1, f"{call} failed without an exception"
 
 
 def slid_pool() -> tuple[MemoryPool, SimulatedProvider, list[DeviceBuffer]]:

@@ -63,7 +63,7 @@ def test_an_allocation_borders_on_an_unmapped_address(memory, driver, size):
 
 
 @pytest.mark.parametrize(
-    ("end", "place", "size", "words"),
+    ("end", "offset", "size", "words"),
     [
         (False, 1000, 1, "0 bytes past its end to 0 bytes past its end"),
         (False, 1003, 40, "3 bytes past its end to 42 bytes past its end"),
@@ -84,11 +84,11 @@ def test_an_allocation_borders_on_an_unmapped_address(memory, driver, size):
 )
 @pytest.mark.parametrize("freed", [False, True])
 def test_a_changed_byte_is_reported_with_its_array_and_its_test(
-    memory, end, place, size, words, freed
+    memory, end, offset, size, words, freed
 ):
     others = [memory.allocate(1000) for _ in range(3)]
     slot = at_end(memory, 1000, end)
-    poke(slot, place, size)
+    poke(slot, offset, size)
     if freed:
         memory.free(slot)
     memory.label = "tests/test_it.py::test_two"

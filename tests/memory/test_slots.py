@@ -14,13 +14,13 @@ from cukit.memory.batched_copy import plan_batched_copy
 from cukit.memory.bookkeeping.compaction import Pieces, plan_compaction
 from cukit.memory.bookkeeping.slots import plan_slots
 from cukit.memory.bookkeeping.survey import Paging, measure, measure_slots
-from cukit.memory.slot_grid import MIN_GAIN, REQUEST, Grid, fits, make_grid, plan_slot_planner
+from cukit.memory.slot_grid import MIN_GAIN, REQUEST, Grid, fits, make_grid, slot_planner_spec
 from tests.contract import to_device, to_host
 from tests.devices import kernels_only
 
 PAGE = 256 << 10
 BEGIN = 7 * PAGE
-MOVABLE, FREE, WALL = range(3)
+MOVABLE, FREE, IMMOVABLE = range(3)
 
 
 def columns(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -50,9 +50,11 @@ def test_as_good_as_the_general_plan(
     length = PAGE // per_page
     rng = np.random.default_rng(seed)
     at = BEGIN + length * np.arange(pages * per_page)
-    kinds = rng.choice([MOVABLE, FREE, WALL], len(at), p=[occupied, 1 - occupied - walls, walls])
+    kinds = rng.choice(
+        [MOVABLE, FREE, IMMOVABLE], len(at), p=[occupied, 1 - occupied - walls, walls]
+    )
     end = BEGIN + pages * PAGE
-    movable, wall = at[kinds == MOVABLE], at[kinds == WALL]
+    movable, wall = at[kinds == MOVABLE], at[kinds == IMMOVABLE]
     wall_at = wall if whole else wall + rng.integers(0, 4, len(wall)) * (length // 8)
     wall_size = np.full(len(wall), length if whole else length // 2)
     shuffled = rng.permutation(movable)
@@ -130,7 +132,7 @@ def run_kernel(
     targets = np.full((len(rows), 2), -7, np.int32)
     count, result = np.full(1, -7, np.int32), np.full(1, -7, np.int32)
     arrays = to_device(device, request, rows, wall_rows, table, count, result, targets)
-    load_kernel(plan_slot_planner())((1,), tuple(arrays))
+    load_kernel(slot_planner_spec())((1,), tuple(arrays))
     _, _, _, table, count, result, targets = (to_host(one) for one in arrays)
     assert count[0] == max(result[0], 0)
     return int(result[0]), table[: count[0] + 1], targets[: count[0]]
@@ -222,7 +224,7 @@ def move_bytes(device: str, rng: np.random.Generator, blocks: int) -> None:
     table, targets = np.zeros((len(at) + 1, 3), np.int64), np.zeros((len(at), 2), np.int32)
     count, result = np.zeros(1, np.int32), np.zeros(1, np.int32)
     arrays = to_device(device, request, at, walls, table, count, result, targets)
-    load_kernel(plan_slot_planner())((1,), arrays)
+    load_kernel(slot_planner_spec())((1,), arrays)
     copy = load_kernel(plan_batched_copy(ordered=False, planned=True))
     copy((blocks,), (NULL, arrays[3], arrays[4], np.int32(0)), reachable=(memory,))
     plan = plan_slots(grid, at[at > 0], walls[:, 0], walls[:, 1])
@@ -245,7 +247,7 @@ def test_the_copies_follow_the_plan(device, rng, blocks):
 @pytest.mark.parametrize("arch", DEFAULT_ARCHS)
 def test_the_kernel_compiles(tmp_path, monkeypatch, arch):
     monkeypatch.setenv("CUKIT_CACHE_DIR", str(tmp_path))
-    info = compile_kernel(plan_slot_planner(), arch).info
+    info = compile_kernel(slot_planner_spec(), arch).info
     assert info.spill_store_bytes == info.spill_load_bytes == 0
 
 

@@ -1,9 +1,9 @@
 """Random operations on a pool. Its invariants are checked after every step, and the contents of an
 allocation before it is freed.
 
-Streams lag behind the host: writes and verifications are enqueued like kernels and run later. So
-memory that is reused by another stream too early, moved while in use, or unmapped before a kernel
-has used it, is found as a wrong pattern or an inaccessible page.
+Streams may lag behind the host: writes and verifications are enqueued like kernels and then run
+later. So memory that is reused by another stream too early, moved while in use, or unmapped before
+a kernel has used it, is found as a wrong pattern or an inaccessible page.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from cukit.memory import MemoryPool, MemoryPoolConfig
+from tests.memory.cost_model import MIB, CostModelProvider
 from tests.memory.invariants import check_invariants
-from tests.memory.priced import MIB, PricedProvider
 from tests.memory.simulation import PAGE, InjectedError, SimulatedProvider, fill, holds
 
 
@@ -146,7 +146,7 @@ def test_sizes_of_all_kinds_below_a_tight_limit(kind: str) -> None:
     one."""
     for seed in range(3):
         numbers = random.Random(seed)
-        pool = MemoryPool(MemoryPoolConfig(max_pool_size=230 * MIB), PricedProvider())
+        pool = MemoryPool(MemoryPoolConfig(max_pool_size=230 * MIB), CostModelProvider())
         live: list[tuple[int, int]] = []
         total = 0
         for _ in range(2500):

@@ -16,14 +16,14 @@ from cukit.memory.bookkeeping.blocks import Event
 from cukit.memory.uninterrupted import InterruptedAsUsual, Uninterrupted
 from tests.memory.invariants import check_invariants
 from tests.memory.simulation import PAGE, SimulatedProvider
-from tests.memory.test_failures import Tour, intact, slid_pool
+from tests.memory.test_failures import DriverCallSequence, intact, slid_pool
 
 pytestmark = pytest.mark.usefixtures("default_sigint")
 
 T = TypeVar("T")
 
 
-class InterruptedTour(Tour):
+class InterruptedCallSequence(DriverCallSequence):
     """Repeats an interrupted step unless it was completed."""
 
     def step(self, action: Callable[[], T]) -> T:
@@ -46,15 +46,15 @@ class InterruptedTour(Tour):
 @pytest.mark.parametrize("how", ["signal", "raised"])
 def test_ctrl_c_in_every_driver_call(how: str, *, can_remap: bool, lagging: bool) -> None:
     """signal: SIGINT arrives during the call. raised: the call raises KeyboardInterrupt."""
-    clean = InterruptedTour(can_remap=can_remap, lagging=lagging)
+    clean = InterruptedCallSequence(can_remap=can_remap, lagging=lagging)
     clean.run()
     for number in range(len(clean.provider.calls)):
-        tour = InterruptedTour(can_remap=can_remap, lagging=lagging)
-        tour.provider.interrupting = how == "signal"
-        tour.provider.fail_with = KeyboardInterrupt
-        tour.provider.fail_in = number
-        tour.run()
-        assert tour.failures == 1, f"call {number} was interrupted without an exception"
+        sequence = InterruptedCallSequence(can_remap=can_remap, lagging=lagging)
+        sequence.provider.interrupting = how == "signal"
+        sequence.provider.fail_with = KeyboardInterrupt
+        sequence.provider.fail_in = number
+        sequence.run()
+        assert sequence.failures == 1, f"call {number} was interrupted without an exception"
 
 
 def test_a_slide_is_completed_before_the_interrupt() -> None:

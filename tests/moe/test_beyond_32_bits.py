@@ -58,7 +58,7 @@ def test_chunks_cover_all_choices(device, tmp_path, num_tokens, top_k):
 
 
 @pytest.fixture
-def room():
+def empty_gpu_pool():
     """Empties CuPy's memory pool before and after the test, which needs 40 GiB."""
     import cupy
 
@@ -71,7 +71,7 @@ def room():
 
 
 @pytest.mark.gpu
-def test_expert_order(room):
+def test_expert_order(empty_gpu_pool):
     import cupy
 
     experts = cupy.zeros((MAX, 1), np.int32)
@@ -84,7 +84,7 @@ def test_expert_order(room):
 
 
 @pytest.mark.gpu
-def test_topk_router(room):
+def test_topk_router(empty_gpu_pool):
     import cupy
 
     logits = cupy.zeros((MAX, 2), np.float16)

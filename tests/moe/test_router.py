@@ -43,8 +43,6 @@ OPTIONS = [
 ]
 
 
-# num_tokens, num_experts, top_k: one and several thread blocks, fewer experts than lanes, accesses
-# of one logit, a number of experts that does not fill the last lanes, the largest top_k.
 @dataclass(frozen=True)
 class Size:
     num_tokens: int
@@ -52,6 +50,8 @@ class Size:
     top_k: int
 
 
+# One and several thread blocks, fewer experts than lanes, loads of a single logit, numbers of
+# experts that leave some lanes with fewer logits, the largest top_k, no tokens.
 SIZES = [
     Size(1, 8, 2),
     Size(3, 60, 4),
@@ -66,7 +66,7 @@ LARGE = [Size(4096, 128, 8), Size(5000, 257, 9), Size(20_000, 64, 8)]
 
 
 def spread(rng, num_tokens, num_experts, dtype):
-    """Permuted, equally spaced logits: up to 256 experts, rounding cannot change their order."""
+    """Permuted, equally spaced logits: with at most 256 experts, rounding keeps their order."""
     levels = np.linspace(-4, 4, num_experts)
     rows = [rng.permutation(levels) for _ in range(num_tokens)]
     return np.array(rows).reshape(num_tokens, num_experts).astype(dtype_of(dtype))
@@ -253,7 +253,7 @@ def test_limits_of_the_kernel_are_named(device):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "whole", "chunks"),
+    ("num_tokens", "num_experts", "single_launch", "chunks"),
     [
         (1, 128, True, 1),
         (16, 256, True, 1),
@@ -262,9 +262,9 @@ def test_limits_of_the_kernel_are_named(device):
         (10**6, 128, False, 132),
     ],
 )
-def test_the_plan(num_tokens, num_experts, whole, chunks):
+def test_the_plan(num_tokens, num_experts, single_launch, chunks):
     config = plan_topk_router(num_tokens, num_experts, 132, "float32", 4)
-    assert config.whole == whole
+    assert config.single_launch == single_launch
     assert config.order.num_chunks == chunks
     assert config.order.chunk * chunks >= num_tokens
     assert 4 * config.order.chunk < 2**16, "a sum of four counts has 16 bits"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from profiling.proof_tables import DOCUMENT, PROOF, counters, rest, times, update
+from profiling.proof_tables import DOCUMENT, PROOF, counters, summary, times, update
 
 
 def test_the_document_is_up_to_date() -> None:
@@ -14,9 +14,9 @@ def test_the_document_is_up_to_date() -> None:
 
 
 def test_a_clock_without_readings_leaves_its_cells_empty() -> None:
-    zero = {"us": 1.0, "uncertainty_us": 0.25}
+    overhead = {"us": 1.0, "uncertainty_us": 0.25}
     found = {
-        "zeros": {"events": zero, "cupti": None, "ncu": None, "do_bench": zero},
+        "zeros": {"events": overhead, "cupti": None, "ncu": None, "do_bench": overhead},
         "times": [
             {
                 "kernel": "busy",
@@ -54,7 +54,7 @@ def test_exceeded_tolerances_are_listed() -> None:
         "verdicts": {"same": ["SAME", "UNCERTAIN", "SAME"], "slower": ["SLOWER"]},
         "missed": ["copy: too slow"],
     }
-    said = rest(found)
+    said = summary(found)
     assert "kernel 4321 GB/s, cudaMemcpy 4276" in said
     assert "2 SAME, 1 UNCERTAIN" in said
     assert "Outside the tolerance: copy: too slow." in said

@@ -9,7 +9,7 @@ import pytest
 from cukit.analyzer.static import KernelSource, inspect
 from cukit.core.device import cupy_module
 from profiling.proof_subjects import BUSY
-from profiling.prove_analyzer import judge
+from profiling.prove_analyzer import exceeded_tolerances
 
 
 def found(**changes: Any) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def found(**changes: Any) -> dict[str, Any]:
 
 
 def test_results_within_the_tolerances_pass() -> None:
-    assert judge(found()) == []
+    assert exceeded_tolerances(found()) == []
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_results_within_the_tolerances_pass() -> None:
     ],
 )
 def test_exceeded_tolerances_are_named(changes: dict[str, Any], message: str) -> None:
-    (missed,) = judge(found(**changes))
+    (missed,) = exceeded_tolerances(found(**changes))
     assert missed.startswith(message)
 
 

@@ -343,12 +343,12 @@ def test_plans_hold_blocks_in_registers_and_keep_loads_in_flight():
     for block in ((1, 32), (1, 128), (1, 1024), (1, 4096), (1, 11008), (1, 32768), (128, 128)):
         config = plan((4096, block[1]), block)
         assert config.kernel == "blocks"
-        assert config.held
+        assert config.in_registers
         vectors = block[0] * block[1] // 8
         assert config.team * config.items >= vectors
-        assert config.items * config.units >= min(3, vectors)
+        assert config.items * config.blocks_per_team >= min(3, vectors)
         assert isinstance(config.specs()[0], KernelSpec)
-    assert not plan((4096, 1 << 20), (1, 1 << 20)).held
+    assert not plan((4096, 1 << 20), (1, 1 << 20)).in_registers
     assert plan((8192, 8192), (8192, 8192)).kernel == "tensor"
     assert plan((64, 64), (64, 64)).kernel == "blocks"
     assert plan((8192, 8192), (8192, 1)).kernel == "columns"

@@ -381,7 +381,7 @@ def test_a_row_alone_and_in_a_batch(rng, options):
 # Distribution ----------------------------------------------------------------------------------
 
 
-def deviation(tokens, probabilities):
+def chi_square_deviate(tokens, probabilities):
     """The chi-square statistic as a standard normal deviate (Wilson and Hilferty); rare tokens are
     counted together."""
     draws = tokens.size
@@ -429,7 +429,7 @@ def test_draws_follow_the_distribution(device, rng, options):
                 else sample(x, seed=same, step=steps, **options)
             )
             tokens.append(to_host(drawn.tokens))
-        assert deviation(np.concatenate(tokens), exact) < 5
+        assert chi_square_deviate(np.concatenate(tokens), exact) < 5
 
 
 @pytest.mark.gpu
@@ -446,7 +446,7 @@ def test_a_million_draws_of_a_large_vocabulary(rng, options):
     exact = rows.weights[0] / rows.weights.sum()
     x = cupy.repeat(cupy.asarray(logits), 4000, axis=0)
     tokens = [to_host(sample(x, seed=i * 4000, **options).tokens) for i in range(250)]
-    assert deviation(np.concatenate(tokens), exact) < 5
+    assert chi_square_deviate(np.concatenate(tokens), exact) < 5
 
 
 def test_random_numbers_are_philox():

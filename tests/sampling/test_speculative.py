@@ -12,7 +12,7 @@ from cukit.reference import sampling as reference
 from cukit.sampling import sample, speculative_verify
 from tests.contract import DTYPES, another_order, random, to_device, to_host
 from tests.quick_run import possible
-from tests.sampling.test_sample import deviation, large_rows
+from tests.sampling.test_sample import chi_square_deviate, large_rows
 
 SHAPES = [(4, 0, 50), (5, 3, 300), (2, 2, 5000)]
 LARGE = [(16, 4, 128256), (40, 2, 32001)]
@@ -236,7 +236,7 @@ def test_first_tokens_follow_the_distribution_of_the_target(device, rng, drawn):
         )
         verified = speculative_verify(*placed[:2], draft_probs=placed[2], seed=begin)
         tokens.append(to_host(verified.tokens)[:, 0])
-    assert deviation(np.concatenate(tokens), exact) < 5
+    assert chi_square_deviate(np.concatenate(tokens), exact) < 5
 
 
 def test_errors_name_the_argument():

@@ -183,7 +183,7 @@ def test_without_states(device, rng):
 
 
 @pytest.fixture
-def max_heads(monkeypatch):
+def limit_workspace(monkeypatch):
     """A function that limits the workspace to that of `heads` heads, clears the op's plans, and
     returns the number of passes."""
 
@@ -201,11 +201,11 @@ def max_heads(monkeypatch):
     MODULE._prepare.forget()
 
 
-def check_passes(device, rng, size, heads, channels, max_heads):
+def check_passes(device, rng, size, heads, channels, limit_workspace):
     """Gradients of several passes equal those of one pass bitwise: the segments are the same."""
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16", 0.05, channels=channels)
     whole = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
-    assert max_heads(size, heads, channels) > 1
+    assert limit_workspace(size, heads, channels) > 1
     got = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
     check(got, exact(grad_y, grad_final, arrays, size.cu_seqlens), "bfloat16")
     for gradient, expected in zip(got, whole, strict=True):
@@ -215,8 +215,8 @@ def check_passes(device, rng, size, heads, channels, max_heads):
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize(("size", "heads"), PASSES, ids=str)
 @possible(lambda device: device == "gpu")
-def test_several_passes_equal_one_pass(device, rng, size, heads, channels, max_heads):
-    check_passes(device, rng, size, heads, channels, max_heads)
+def test_several_passes_equal_one_pass(device, rng, size, heads, channels, limit_workspace):
+    check_passes(device, rng, size, heads, channels, limit_workspace)
 
 
 @pytest.mark.slow
@@ -224,17 +224,17 @@ def test_several_passes_equal_one_pass(device, rng, size, heads, channels, max_h
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize(("size", "heads"), PASSES, ids=str)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_passes_of_each_class(rng, arch, size, heads, channels, max_heads):
+def test_passes_of_each_class(rng, arch, size, heads, channels, limit_workspace):
     with cukit.backend("emulator", arch=arch):
-        check_passes("emulator", rng, size, heads, channels, max_heads)
+        check_passes("emulator", rng, size, heads, channels, limit_workspace)
 
 
 @possible(lambda device: device == "gpu")
-def test_passes_match_the_reference(device, rng, max_heads):
+def test_passes_match_the_reference(device, rng, limit_workspace):
     """With many segments; their boundaries differ from those of a single pass."""
     size = LARGE[2]
     grad_y, grad_final, arrays = problem(rng, size, "bfloat16")
-    assert max_heads(size, 3, False) == 6
+    assert limit_workspace(size, 3, False) == 6
     got = run(device, grad_y, grad_final, arrays, size.cu_seqlens)
     check(got, exact(grad_y, grad_final, arrays, size.cu_seqlens, device), "bfloat16")
 

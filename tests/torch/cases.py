@@ -20,9 +20,9 @@ VOCAB, ROWS = 40, 6
 class Case:
     """A call of an operator.
 
-    operator: its name in cukit/torch/_table.py. call: takes the inputs, then the constants.
-    inputs: shapes of the differentiable inputs. constants: shapes of the other arguments, or
-    functions that create them. dtypes: dtypes that the kernel supports.
+    operator: its name in cukit/torch/_operator_definitions.py. call: takes the inputs, then the
+    constants. inputs: shapes of the differentiable inputs. constants: shapes of the other
+    arguments, or functions that create them. dtypes: dtypes that the kernel supports.
     """
 
     operator: str

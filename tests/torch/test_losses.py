@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is an extra: pip install 'c
 import cukit  # noqa: E402
 import cukit.torch as ckt  # noqa: E402
 from cukit.errors import ArrayError, ConfigError  # noqa: E402
-from cukit.torch._table import HEAD_LOSSES, LOSSES, NOT_OPTIONS  # noqa: E402
+from cukit.torch._operator_definitions import HEAD_LOSSES, LOSSES, NOT_OPTIONS  # noqa: E402
 
 ALL = [*LOSSES, *HEAD_LOSSES]
 by_name = pytest.mark.parametrize("loss", ALL, ids=lambda each: each.name)
@@ -76,7 +76,7 @@ def test_every_option_is_passed_on(loss) -> None:
         if name not in VALUES and parameters[name].default is not None
         and not isinstance(parameters[name].default, bool)
     ]  # fmt: skip
-    assert not unknown, f"give VALUES a value of {unknown}"
+    assert not unknown, f"add values for {unknown} to VALUES"
     for name in options:
         if name not in VALUES:
             continue

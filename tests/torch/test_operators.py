@@ -15,8 +15,8 @@ import cukit  # noqa: E402
 import cukit.torch as ckt  # noqa: E402
 from cukit.core import backend  # noqa: E402
 from cukit.errors import ArrayError, ConfigError  # noqa: E402
+from cukit.torch._operator_definitions import OPERATORS  # noqa: E402
 from cukit.torch._operators import arguments_of  # noqa: E402
-from cukit.torch._table import OPERATORS  # noqa: E402
 from tests.torch.cases import CASES, results  # noqa: E402
 
 Array = Any

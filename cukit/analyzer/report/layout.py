@@ -68,7 +68,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Steps:
+class SampledCurve:
     """Detail of a row: a curve over evenly spaced x, with one point marked."""
 
     title: str
@@ -79,7 +79,7 @@ class Steps:
     note: str = ""
 
 
-Detail: TypeAlias = Facts | Shares | Steps
+Detail: TypeAlias = Facts | Shares | SampledCurve
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Board:
+class FigureGrid:
     """Figures side by side; below one another on a phone."""
 
     figures: tuple[Figure, ...]
@@ -217,7 +217,7 @@ class Gallery:
 
 
 @dataclass(frozen=True)
-class Fold:
+class Collapsible:
     """Blocks that are hidden until the summary line is opened."""
 
     summary: str
@@ -225,7 +225,9 @@ class Fold:
     open: bool = False
 
 
-Block: TypeAlias = Table | Tiles | Paragraph | Code | Figure | Board | FixedFigure | Gallery | Fold
+Block: TypeAlias = (
+    Table | Tiles | Paragraph | Code | Figure | FigureGrid | FixedFigure | Gallery | Collapsible
+)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.bars import Bar, Group, bar_chart
-from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Fold, Table, Tile, Tiles
+from cukit.analyzer.report.layout import (
+    Block,
+    Cell,
+    Collapsible,
+    Column,
+    Figure,
+    Table,
+    Tile,
+    Tiles,
+)
 from cukit.analyzer.report.lines import Curve, line_chart
 from cukit.analyzer.schema import AccessPoint, AnalysisReport, TracedLaunch
 
@@ -94,4 +103,4 @@ def probe_blocks(accesses: Sequence[AccessPoint]) -> list[Block]:
         for point in accesses
     )
     table = Table(tuple(Column(name, numeric=True) for name in names), rows)
-    return [figure, Fold("The probe in numbers", (table,))]
+    return [figure, Collapsible("The probe in numbers", (table,))]

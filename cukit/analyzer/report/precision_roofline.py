@@ -13,7 +13,7 @@ from cukit.analyzer.devices import datasheet_ceilings
 from cukit.analyzer.peaks import Peak
 from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.benchmarks import BenchmarkResults, impl_title, is_ours
-from cukit.analyzer.report.layout import Block, Cell, Column, Figure, Fold, Paragraph, Table
+from cukit.analyzer.report.layout import Block, Cell, Collapsible, Column, Figure, Paragraph, Table
 from cukit.analyzer.report.roofline import Point, Roof, roofline
 from cukit.analyzer.results import Record
 
@@ -155,5 +155,5 @@ def _above(
             "measured ceiling is the rate of one program, a copy or a large square matrix product "
             "of cuBLAS, at the clocks during its run. The hardware's limit is dashed."
         ),
-        Fold("Points above a measured ceiling", (Table(header, tuple(rows)),)),
+        Collapsible("Points above a measured ceiling", (Table(header, tuple(rows)),)),
     ]

@@ -9,9 +9,9 @@ from cukit.analyzer.report.instruction_mixes import mix_figure, mix_stack
 from cukit.analyzer.report.layout import (
     Block,
     Cell,
+    Collapsible,
     Column,
     Figure,
-    Fold,
     Gallery,
     Paragraph,
     Section,
@@ -41,7 +41,9 @@ def analysis_section(report: AnalysisReport) -> Section:
     if report.accesses:
         blocks += probe_blocks(report.accesses)
     blocks += [
-        Fold(shortened(analysis.name), tuple(_details(analysis)), open=len(report.analyses) == 1)
+        Collapsible(
+            shortened(analysis.name), tuple(_details(analysis)), open=len(report.analyses) == 1
+        )
         for analysis in report.analyses
     ]
     return Section("Analysis", _machine(environment), tuple(blocks))

@@ -20,11 +20,11 @@ from cukit.analyzer.report.benchmarks import (
 from cukit.analyzer.report.layout import (
     Block,
     Cell,
+    Collapsible,
     Column,
     Entry,
     Facts,
     Figure,
-    Fold,
     Index,
     Paragraph,
     Section,
@@ -64,8 +64,8 @@ def benchmark_section(results: BenchmarkResults, anchor: str = "cases") -> Secti
         cases = results.of_family(family)
         ops = dict.fromkeys(case.op for case in cases)
         figures = [_op_figure([case for case in cases if case.op == op], results) for op in ops]
-        blocks.append(Fold(f"Every case of {family} in bars", tuple(figures)))
-        blocks.append(Fold(f"Every time of {family} and its spread", (_times(cases),)))
+        blocks.append(Collapsible(f"Every case of {family} in bars", tuple(figures)))
+        blocks.append(Collapsible(f"Every time of {family} and its spread", (_times(cases),)))
     blocks += pool_blocks(results.memory_pools)
     return Section("Benchmarks", results.machine, tuple(blocks))
 

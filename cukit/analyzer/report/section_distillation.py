@@ -11,9 +11,9 @@ from cukit.analyzer.report.layout import (
     Block,
     Cell,
     Code,
+    Collapsible,
     Column,
     Figure,
-    Fold,
     Paragraph,
     Section,
     Table,
@@ -43,7 +43,7 @@ def distillation_section(run: dict[str, Any]) -> Section:
         _tiles(run),
         _quality(models),
         _models_table(models),
-        *_ways(run),
+        *_loss_terms(run),
         *_quantized(run),
         *_curves(run),
         _breakdown(run["milliseconds_per_step_by_op"]),
@@ -52,7 +52,7 @@ def distillation_section(run: dict[str, Any]) -> Section:
     ]
     if pool := run.get("pool"):
         blocks.append(_pool_table(pool))
-    blocks.append(Fold("Settings", (_settings(run["settings"]),)))
+    blocks.append(Collapsible("Settings", (_settings(run["settings"]),)))
     corpus = run["corpus"]
     subtitle = (
         f"{corpus['text']}: {corpus['train_bytes'] / 1e6:.1f} MB of training text, "
@@ -120,10 +120,10 @@ def _models_table(models: Mapping[str, Any]) -> Table:
     return Table(header, tuple(rows), "Models on validation text", emphasis)
 
 
-def _ways(run: dict[str, Any]) -> list[Block]:
+def _loss_terms(run: dict[str, Any]) -> list[Block]:
     """The gain of each term of the loss, for runs that measured it."""
-    ways = run.get("ways") or []
-    if len(ways) < 2:
+    variants = run.get("ways") or []
+    if len(variants) < 2:
         return []
 
     def with_interval(value: float | None, around: list[float] | None, form: str) -> Cell:
@@ -139,7 +139,7 @@ def _ways(run: dict[str, Any]) -> list[Block]:
             with_interval(each["gain_bits_per_byte"], each["gain_interval"], "+.4f"),
             with_interval(each["gap_closed"], each["gap_closed_interval"], ".1%"),
         )
-        for each in ways
+        for each in variants
     ]
     names = ("bits per byte", "gain over training alone", "of the gap to the teacher closed")
     header = (Column("model"), *(Column(name, numeric=True) for name in names))

@@ -20,19 +20,19 @@ from cukit.analyzer.report.instruction_mixes import (
 )
 from cukit.analyzer.report.layout import (
     Block,
-    Board,
     Cell,
     Code,
+    Collapsible,
     Column,
     Detail,
     Entry,
     Facts,
     Figure,
-    Fold,
+    FigureGrid,
     Index,
+    SampledCurve,
     Section,
     Shares,
-    Steps,
     Table,
     Tile,
     Tiles,
@@ -160,9 +160,9 @@ def kernel_section(compiled: Mapping[str, Any], anchor: str = "variants") -> Sec
     blocks: list[Block] = [_tiles(variants, len(errors), anchor)]
     if errors:
         logs = tuple(Code(error["log"], f"{error['kernel']}, {error['arch']}") for error in errors)
-        blocks.append(Fold("Kernels that do not compile", logs, open=True))
+        blocks.append(Collapsible("Kernels that do not compile", logs, open=True))
     if variants:
-        blocks.append(Board(tuple(_figures(variants))))
+        blocks.append(FigureGrid(tuple(_figures(variants))))
         blocks.append(_table(variants, anchor))
         blocks.append(_architectures(variants))
     return Section("Kernels", f"As compiled for {', '.join(archs) or 'nothing'}", tuple(blocks))
@@ -386,7 +386,7 @@ def _details(variant: Variant) -> list[Detail]:
     if resident := variant.launch.occupancy:
         first, second = resident.by_threads[:2]
         found.append(
-            Steps(
+            SampledCurve(
                 "Occupancy over threads per block",
                 first.value,
                 second.value - first.value,

@@ -37,8 +37,8 @@ STATES: Mapping[str, BlockState] = {
 ACTIONS = {"free_requested": "free"}
 
 LARGEST_PAGE = 2 << 20
-"""The page size of GPUs. The page of a snapshot without a page size is the largest divisor of
-this and of all addresses and sizes of segments."""
+"""The page size of GPUs. For a snapshot without a page size, the page is the greatest common
+divisor of this size and of the addresses and sizes of all segments."""
 
 MAX_CALL_SITES = 20
 

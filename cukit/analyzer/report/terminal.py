@@ -15,7 +15,7 @@ from cukit.analyzer.report.layout import (
     Block,
     Cell,
     Code,
-    Fold,
+    Collapsible,
     Index,
     Paragraph,
     Section,
@@ -76,7 +76,9 @@ def _print(console: Console, block: Block, *, folded: bool = False) -> None:
     elif isinstance(block, Code):
         console.print(Padding(Text(block.title, style="bold"), (1, 0, 0, 0), expand=False))
         console.print(Padding(Text(block.text), (0, 0, 0, 2), expand=False))
-    elif isinstance(block, Fold) and any(isinstance(part, Table | Code) for part in block.blocks):
+    elif isinstance(block, Collapsible) and any(
+        isinstance(part, Table | Code) for part in block.blocks
+    ):
         console.print(Padding(Text(block.summary, style="bold"), (1, 0, 0, 0), expand=False))
         for part in block.blocks:
             _print(console, part, folded=True)

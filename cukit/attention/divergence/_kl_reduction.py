@@ -38,35 +38,35 @@ def _spec(entry: str, weighted: bool) -> KernelSpec:
     return KernelSpec("attention/attention_kl_total.cu", entry, defines, _TOTAL_THREADS)
 
 
-class Divisor(NamedTuple):
+class ReductionFactor(NamedTuple):
     """The factor of the sum of the rows: a number on the host, divided on the device by
     `normalizer` or, if `weighted`, by the sum of the weights."""
 
-    factor: float
+    value: float
     normalizer: Array | None
     weighted: bool
 
     @property
     def on_host(self) -> bool:
-        """Whether `factor` is complete, with no division on the device."""
+        """Whether `value` is complete, with no division on the device."""
         return self.normalizer is None and not self.weighted
 
 
-def divisor_of(
+def reduction_factor_of(
     shape: tuple[int, ...], options: KlOptions, weights: Array | None, normalizer: Any
-) -> Divisor:
-    """The divisor of a reduction. shape: the rows' shape, [batch, heads, seq] or [heads, total]."""
+) -> ReductionFactor:
+    """The factor of a reduction. shape: the rows' shape, [batch, heads, seq] or [heads, total]."""
     factor = options.loss_factor
     if options.reduction != "mean":
-        return Divisor(factor, None, False)
+        return ReductionFactor(factor, None, False)
     factor /= max(1, shape[-2])
     if normalizer is None:
         if weights is not None:
-            return Divisor(factor, None, True)
+            return ReductionFactor(factor, None, True)
         normalizer = max(1, math.prod(shape) // max(1, shape[-2]))
     if isinstance(normalizer, numbers.Real):
-        return Divisor(factor / float(normalizer), None, False)
-    return Divisor(factor, normalizer, False)
+        return ReductionFactor(factor / float(normalizer), None, False)
+    return ReductionFactor(factor, normalizer, False)
 
 
 def totals(
@@ -74,19 +74,21 @@ def totals(
     rows: Array | None,
     shape: tuple[int, ...],
     weights: Array | None,
-    divisor: Divisor,
+    reduction_factor: ReductionFactor,
     grad: Array | None = None,
 ) -> Array:
-    """float32 [2] on the GPU: the sum of the weighted rows (0 if `rows` is None) times `divisor`,
-    and the gradient of a row of weight 1, which is `grad` (0-d; None: 1) times `divisor`."""
+    """float32 [2] on the GPU: the sum of the weighted rows (0 if `rows` is None) times
+    `reduction_factor`, and the gradient of a row of weight 1, which is `grad` (0-d; None: 1) times
+    `reduction_factor`."""
     count, heads = math.prod(shape), shape[-2]
     blocks = total_blocks(count)
     partials = empty(like, (2, blocks), np.float32)
-    add, end = _total_launches(blocks, divisor.weighted)
-    add(rows, weights, partials, then=(np.int64(count), np.int32(heads), np.int64(shape[-1])))
+    add, end = _total_launches(blocks, reduction_factor.weighted)
+    sizes = (np.int64(count), np.int32(heads), np.int64(shape[-1]))
+    add(rows, weights, partials, trailing_args=sizes)
     both = empty(like, (2,), np.float32)
-    scalars = (np.int32(blocks), np.float32(divisor.factor), np.int32(heads))
-    end(partials, divisor.normalizer, grad, both, then=scalars)
+    scalars = (np.int32(blocks), np.float32(reduction_factor.value), np.int32(heads))
+    end(partials, reduction_factor.normalizer, grad, both, trailing_args=scalars)
     return both
 
 
@@ -102,8 +104,8 @@ def reduced(rows: Array, options: KlOptions, arrays: RowArrays, normalizer: Any)
     scaled in place."""
     weights = arrays.row_weights
     if options.reduction != "none":
-        divisor = divisor_of(rows.shape, options, weights, normalizer)
-        return totals(rows, rows, rows.shape, weights, divisor)[0]
+        reduction_factor = reduction_factor_of(rows.shape, options, weights, normalizer)
+        return totals(rows, rows, rows.shape, weights, reduction_factor)[0]
     if weights is not None:
         by_rows = weights[None] if arrays.varlen else weights[:, None]
         rows *= by_rows

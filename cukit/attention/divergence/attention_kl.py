@@ -39,7 +39,7 @@ from cukit.attention.flash._arguments import (
     score_shape,
     strides_of,
 )
-from cukit.attention.flash._flash_launch_sm90 import Prologue, encoder, launches_of
+from cukit.attention.flash._flash_launch_sm90 import Prologue, encoder, load_launches
 from cukit.attention.flash._flash_plan_sm90 import covers, sequences_plan_size
 from cukit.attention.flash._flash_tilings import BOX_COLUMNS, WARPGROUP_ROWS
 from cukit.attention.flash._problem import AttentionProblem, Window
@@ -267,7 +267,7 @@ def _prepare_sweep(
         head_dim=problem.head_dim,
         value_dim=problem.head_dim_v,
         grad_q_row=0,
-        section=config.raster_group,
+        raster_group_heads=config.raster_group,
         scale=scale,
         scale_log2=scale_log2,
         **teacher_settings(options, problem),
@@ -290,7 +290,7 @@ class MappedSweep:
         boxes = ((1, rows, 1, BOX_COLUMNS) for rows in (WARPGROUP_ROWS, config.tiling.tile_n) * 2)
         self._maps = tuple(TensorMapCache(encoder(box)) for box in boxes)
         self._plan: Prologue | None = None
-        sort = launches_of(config.plan_spec())
+        sort = load_launches(config.plan_spec())
         if sort is not None:
             scalars = (problem.batch, problem.num_heads_q, problem.seq_len_kv, blocks)
             launch = sort((1,), int32s(*scalars))

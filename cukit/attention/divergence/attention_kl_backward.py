@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cukit.attention.divergence._kl_plan import representative_pairs
-from cukit.attention.divergence._kl_reduction import divisor_of, totals
+from cukit.attention.divergence._kl_reduction import reduction_factor_of, totals
 from cukit.attention.divergence.kl_pairs import (
     KlOptions,
     RowArrays,
@@ -150,10 +150,14 @@ def attention_kl_backward(
         )  # fmt: skip
     q_t, k_t = mapped_teacher(q_t, k_t, heads)
     rows = grad_loss if each_row else None
-    divisor = divisor_of(lse_shape(q_s), options, arrays.row_weights, normalizer)
+    reduction_factor = reduction_factor_of(lse_shape(q_s), options, arrays.row_weights, normalizer)
     upstream: Any = None
-    if divisor.on_host and (each_row or grad_loss is None or isinstance(grad_loss, numbers.Real)):
-        factor = divisor.factor * (1.0 if each_row or grad_loss is None else float(grad_loss))
+    if reduction_factor.on_host and (
+        each_row or grad_loss is None or isinstance(grad_loss, numbers.Real)
+    ):
+        factor = reduction_factor.value * (
+            1.0 if each_row or grad_loss is None else float(grad_loss)
+        )
     else:
         # The kernels take logarithms of the row weights. A gradient in GPU memory may be negative:
         # `upstream`, which contains that gradient, multiplies the results instead.
@@ -161,7 +165,7 @@ def attention_kl_backward(
         factor = float(grad_loss) if number else 1.0
         grad = None if number or each_row else grad_loss
         shape = lse_shape(q_s)
-        upstream = totals(q_s, None, shape, arrays.row_weights, divisor, grad)[1:]
+        upstream = totals(q_s, None, shape, arrays.row_weights, reduction_factor, grad)[1:]
     return _gradients(
         q_t, k_t, q_s, k_s, rows, upstream, options, factor, bool(deterministic), arrays
     )
@@ -296,7 +300,7 @@ def _prepare_backward(
             grad_k_row=problem.num_heads_kv * config.splits * problem.head_dim,
             grad_v_row=0,
             table_rows=0,
-            section=config.key_raster_group,
+            raster_group_heads=config.key_raster_group,
         )
         parameters = structs["KeyGradientParameters"].pack(**strides, work=work)
         keys = Launch(load_kernel(config.keys_spec()), (config.key_blocks,), (parameters,))
@@ -317,7 +321,7 @@ def _prepare_backward(
             heads_q=problem.num_heads_q,
             group=problem.group,
             grad_q_row=problem.num_heads_q * problem.head_dim,
-            section=config.query_raster_group,
+            raster_group_heads=config.query_raster_group,
         )
         spec = config.queries_spec()
         queries = Launch(load_kernel(spec), (config.query_blocks,), (parameters,))

@@ -150,8 +150,9 @@ def indexer_kl(
     q_t, k_t, lse_t, q_s, k_s, weights, indices = call.inputs
     options = call.options
     steps = prepare_indexer(
-        _OP, q_t, k_t, q_s, k_s, weights, indices, options, False, 1.0, *call.arrays
-    )
+        _OP, q_t, k_t, q_s, k_s, weights, indices, options, False, 1.0, *call.statistics,
+        *call.arrays,
+    )  # fmt: skip
     config = steps.config
     shape = q_s.shape[:-2]
     kl = empty(q_s, shape, np.float32)
@@ -165,10 +166,10 @@ def indexer_kl(
     for first in range(0, config.tiles, config.chunk_tiles):
         chunk = (np.int32(first),)
         if steps.mark is not None:
-            steps.mark(indices, bits, *ends, then=chunk)
-        steps.sweep(q_t, k_t, lse_t, q_s, k_s, by_head, bits, partials, *ends, then=chunk)
+            steps.mark(indices, bits, *ends, trailing_args=chunk)
+        steps.sweep(q_t, k_t, lse_t, q_s, k_s, by_head, bits, partials, *ends, trailing_args=chunk)
         assert steps.rows is not None
-        steps.rows(partials, kl, lse_s, mass_t, *ends, then=chunk)
+        steps.rows(partials, kl, lse_s, mass_t, *ends, trailing_args=chunk)
     rows = kl[None] if call.arrays.varlen else kl[:, None]
     loss = reduced(rows, call.options, call.arrays, call.normalizer)
     if reduction == "none":
@@ -182,7 +183,9 @@ class IndexerCall(NamedTuple):
     inputs: tuple[Any, ...]
     """q_t, k_t, lse_t, q_s, k_s, weights, topk_indices."""
     arrays: RowArrays
-    """In the backward, lse_t and lse_s hold the forward's statistics mass_t and lse_s."""
+    """Without lse_t and lse_s, which `inputs` and `statistics` hold."""
+    statistics: tuple[Array | None, Array | None]
+    """The forward's lse_s and mass_t, which only the backward takes."""
     options: KlOptions
     normalizer: Any
     on_gpu: bool
@@ -231,20 +234,24 @@ def indexer_call(
     *adopted, lse_s, mass_t, row_weights, cu_q, cu_kv = adopt(
         op, *inputs, *statistics, row_weights, cu_seqlens_q, cu_seqlens_kv
     )
-    arrays = RowArrays(row_weights, cu_q, cu_kv, mass_t, lse_s)
+    arrays = RowArrays(row_weights, cu_q, cu_kv, None, None)
     if normalizer is not None and not isinstance(normalizer, numbers.Real):
         (normalizer,) = adopt(op, normalizer)
     scalar = None if isinstance(normalizer, numbers.Real) else normalizer
-    on_gpu = runs_kernel(op, *adopted, *arrays, scalar, *others)
-    _check(op, tuple(adopted), arrays, options, statistics[0] is not None)
+    on_gpu = runs_kernel(op, *adopted, *arrays, lse_s, mass_t, scalar, *others)
+    _check(op, tuple(adopted), arrays, (lse_s, mass_t), options)
     check_optional_scalar(op, "normalizer", normalizer)
     if arrays.varlen:
         check_sequence_ends(op, adopted[3], adopted[4], options.scores, arrays.scores)
-    return IndexerCall(tuple(adopted), arrays, options, normalizer, on_gpu)
+    return IndexerCall(tuple(adopted), arrays, (lse_s, mass_t), options, normalizer, on_gpu)
 
 
 def _check(
-    op: str, inputs: tuple[Any, ...], arrays: RowArrays, options: KlOptions, backward: bool
+    op: str,
+    inputs: tuple[Any, ...],
+    arrays: RowArrays,
+    statistics: tuple[Array | None, Array | None],
+    options: KlOptions,
 ) -> None:
     """Checks shapes and dtypes, on either device."""
     q_t, k_t, lse_t, q_s, k_s, weights, indices = inputs
@@ -271,8 +278,8 @@ def _check(
         dtypes = (np.dtype(np.int32),)
         check_array(op, "topk_indices", indices, dtypes=dtypes, shape=(*lengths, None))
     check_row_weights(op, arrays.row_weights, exact, lengths)
-    if backward:
-        for name, x in (("lse_s", arrays.lse_s), ("mass_t", arrays.lse_t)):
+    if statistics[0] is not None:
+        for name, x in zip(("lse_s", "mass_t"), statistics, strict=True):
             check_array(op, name, x, dtypes=exact, shape=lengths)
 
 
@@ -300,11 +307,14 @@ def prepare_indexer(
     options: KlOptions,
     gradient: bool,
     factor: float,
+    lse_s: Array | None,
+    mass_t: Array | None,
     *given: Array | None,
 ) -> IndexerSteps:
     """The plan and launches of a call.
 
-    weights: only for launch_plan, which checks its device. factor: multiplies the gradients.
+    weights, lse_s, mass_t: only for launch_plan, which checks their device. factor: multiplies the
+    gradients. given: the RowArrays.
     """
     arrays = RowArrays(*given)
     k_head = k_s[..., None, :]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cukit.attention.divergence._indexer_plan import indexer_specs
-from cukit.attention.divergence._kl_reduction import divisor_of, totals
+from cukit.attention.divergence._kl_reduction import reduction_factor_of, totals
 from cukit.attention.divergence.indexer_kl import (
     heads_first,
     indexer_call,
@@ -93,31 +93,33 @@ def indexer_kl_backward(
     )  # fmt: skip
     q_t, k_t, lse_t, q_s, k_s, weights, indices = call.inputs
     arrays = call.arrays
-    if arrays.lse_s is None or arrays.lse_t is None:
-        missing = "lse_s" if arrays.lse_s is None else "mass_t"
+    lse_s, mass_t = call.statistics
+    if lse_s is None or mass_t is None:
+        missing = "lse_s" if lse_s is None else "mass_t"
         raise ArrayError(f"{_OP}: {missing} must be an array, got None")
     each_row = reduction == "none" and grad_loss is not None
     check_optional_scalar(_OP, "grad_loss", grad_loss, q_s.shape[:-2] if each_row else ())
     if not call.on_gpu:
         return reference.indexer_kl_backward(
-            q_t, k_t, lse_t, q_s, k_s, weights, arrays.lse_s, arrays.lse_t, topk_indices=indices,
+            q_t, k_t, lse_t, q_s, k_s, weights, lse_s, mass_t, topk_indices=indices,
             **call.reference_options(), grad_loss=grad_loss,
         )  # fmt: skip
     # The reduction, shared with attention_kl, expects rows with a head axis.
     *batch, rows, _, _ = q_s.shape
     shape = (*batch, 1, rows)
-    divisor = divisor_of(shape, call.options, arrays.row_weights, call.normalizer)
+    reduction_factor = reduction_factor_of(shape, call.options, arrays.row_weights, call.normalizer)
     number = isinstance(grad_loss, numbers.Real)
     factor = float(grad_loss) if number else 1.0
     upstream: Any = None
     of_loss = None if number or each_row else grad_loss
-    if divisor.on_host and of_loss is None:
-        factor *= divisor.factor
+    if reduction_factor.on_host and of_loss is None:
+        factor *= reduction_factor.value
     else:
-        upstream = totals(q_s, None, shape, arrays.row_weights, divisor, of_loss)[1:]
+        upstream = totals(q_s, None, shape, arrays.row_weights, reduction_factor, of_loss)[1:]
     steps = prepare_indexer(
-        _OP, q_t, k_t, q_s, k_s, weights, indices, call.options, True, factor, *arrays
-    )
+        _OP, q_t, k_t, q_s, k_s, weights, indices, call.options, True, factor, lse_s, mass_t,
+        *arrays,
+    )  # fmt: skip
     config = steps.config
     by_head = heads_first(weights)
     ends = arrays.cu_seqlens_q, arrays.cu_seqlens_kv
@@ -135,14 +137,14 @@ def indexer_kl_backward(
     for first in range(0, config.tiles, config.chunk_tiles):
         chunk = (np.int32(first),)
         if steps.mark is not None:
-            steps.mark(indices, bits, *ends, then=chunk)
+            steps.mark(indices, bits, *ends, trailing_args=chunk)
         steps.sweep(
-            q_t, k_t, lse_t, q_s, k_s, by_head, bits, arrays.lse_s, arrays.lse_t,
-            arrays.row_weights, row_grads, derivatives, *ends, then=chunk,
+            q_t, k_t, lse_t, q_s, k_s, by_head, bits, lse_s, mass_t,
+            arrays.row_weights, row_grads, derivatives, *ends, trailing_args=chunk,
         )  # fmt: skip
         student = (q_s, k_s, by_head, derivatives)
-        steps.query(*student, grad_q, grad_weights, upstream, *ends, then=chunk)
-        steps.key(*student, sums, upstream, *ends, then=chunk)
+        steps.query(*student, grad_q, grad_weights, upstream, *ends, trailing_args=chunk)
+        steps.key(*student, sums, upstream, *ends, trailing_args=chunk)
     steps.sum(sums, grad_k)
     return grad_q, grad_k, grad_weights
 

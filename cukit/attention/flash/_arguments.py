@@ -45,7 +45,7 @@ class GradientLayout(NamedTuple):
     """Elements from one row of grad_q to the next."""
     k: int
     v: int
-    own_tables: bool | None = None
+    tables_per_sequence: bool | None = None
     """Whether each sequence has rotary tables of its own; None: no rope, or tables that attention's
     kernels cannot read."""
 
@@ -88,8 +88,8 @@ def gradient_layout(
         rows[index] = _gradient_row(op, name, target, inputs[index])
         following = {each: named[each] for each in GRADIENTS[index + 1 :]}
         check_overlap(op, target, name=name, **others, **following)
-    own_tables = _check_rope(op, q, k, *tables) if tables else None
-    return GradientLayout(rows[0], rows[1], rows[2], own_tables)
+    tables_per_sequence = _check_rope(op, q, k, *tables) if tables else None
+    return GradientLayout(rows[0], rows[1], rows[2], tables_per_sequence)
 
 
 def _gradient_row(op: str, name: str, gradient: Array, like: Array) -> int:

@@ -153,8 +153,8 @@ class MappedForward:
         self.plain = not problem.features & {"alibi", "bias", "mask", "sinks", "varlen"}
         self.no_options = (by_value(np.intp(0)),) * _OPTIONAL_POINTERS
         self.launches = Launches(load_kernel(config.spec()))
-        self.plan_launches = launches_of(config.plan_spec())
-        self.values_launches = launches_of(config.values_spec())
+        self.plan_launches = load_launches(config.plan_spec())
+        self.values_launches = load_launches(config.values_spec())
         tiling, columns = config.tiling, config.box_columns(config.width)
         value_columns = config.box_columns(config.value_width)
         self.encoders = (
@@ -288,7 +288,7 @@ def mapped_forward(
     return MappedForward(plan_flash_attention_sm90(problem, device, block_size))
 
 
-def launches_of(spec: KernelSpec | None) -> Launches | None:
+def load_launches(spec: KernelSpec | None) -> Launches | None:
     """Loads the kernel of `spec` for launches of any grid; None without a spec."""
     return None if spec is None else Launches(load_kernel(spec))
 
@@ -391,10 +391,10 @@ class MappedKernels:
         problem, splits = config.problem, config.splits
         layout = layout or GradientLayout.contiguous(problem)
         key_row, value_row = layout.key_rows(problem, splits)
-        self._own_tables = bool(layout.own_tables)
-        rope = config.rotates and layout.own_tables is not None
+        self._tables_per_sequence = bool(layout.tables_per_sequence)
+        rope = config.rotates and layout.tables_per_sequence is not None
         self._keys = Launches(load_kernel(config.keys_spec(rope)))
-        self._key_plan = launches_of(config.sequences_spec())
+        self._key_plan = load_launches(config.sequences_spec())
         scale, scale_log2 = scales_of(q, options)
         common = {
             "batch": problem.batch,
@@ -415,13 +415,13 @@ class MappedKernels:
             grad_k_row=key_row,
             grad_v_row=value_row,
             table_rows=0,
-            section=config.key_raster_group,
+            raster_group_heads=config.key_raster_group,
             **(NO_TEACHER if teacher is None else teacher),
         )
         self._queries = self._query_plan = None
         if not config.accumulates_grad_q:
             self._queries = Launches(load_kernel(config.queries_spec()))
-            self._query_plan = launches_of(config.query_sequences_spec())
+            self._query_plan = load_launches(config.query_sequences_spec())
             self._query_parameters = _QUERIES.pack(
                 **common,
                 heads_q=problem.num_heads_q,
@@ -452,7 +452,7 @@ class MappedKernels:
             longest = lengths = min(lengths[0], q.shape[0]), min(lengths[1], k.shape[0])
             changes["settings.total_q"] = q.shape[0]
         changes["seq_q"], changes["seq_kv"] = lengths
-        key_changes = {"table_rows": lengths[1]} if self._own_tables else {}
+        key_changes = {"table_rows": lengths[1]} if self._tables_per_sequence else {}
         maps = InputMaps((config.keys.tile_m, config.keys.tile_n), longest)
         parameters = changed_by_value(_KEYS, self._key_parameters, {**changes, **key_changes})
         blocks = config.max_key_blocks(k.shape[0])

@@ -52,14 +52,17 @@ _STEP = 16  # K of one 16-bit wgmma
 _FLOAT8_STEP = 32
 _FLOAT8_ALIGNMENT = 16  # columns: TMA needs rows of whole 16-byte chunks
 _VALUES_THREADS = 128
-_FEW_READERS = 8  # query tiles reading the same V, up to which each block prepares V itself
+_PREPARE_IN_BLOCK_MAX_TILES = 8
+"""Query tiles that read the same V, up to which each block prepares V itself."""
 _SEQUENCE_THREADS = 1024
 _LIST_THREADS = 128
 _NARROW, _WIDE = 96, 192  # columns of V
 _LONG_TILE, _SHORT_TILE = 128, 64  # keys
 _COLUMNS = 32  # granularity at which the backward skips padding columns
-_LONG = 8192  # queries of a causal call from which long query tiles are faster
-_SIMPLE = frozenset({"value_dim", "sinks"})  # features that leave enough registers for long tiles
+_LONG_QUERY_TILE_MIN_QUERIES = 8192
+"""Queries of a causal call from which the backward's long query tiles are faster."""
+_LONG_QUERY_TILE_FEATURES = frozenset({"value_dim", "sinks"})
+"""Features that leave enough registers for long query tiles."""
 _WAVES = 4  # minimum work items per SM, where splits allow, so that SMs finish together
 
 BlockSize = tuple[int, int]
@@ -121,7 +124,7 @@ class WarpgroupForwardConfig:
             *feature_defines(problem),
             *self._block_defines(),
             *self._float8_defines(),
-            *((("TURNS", True),) if self.ping_pong else ()),
+            *((("PING_PONG", True),) if self.ping_pong else ()),
         )
         entry = "flash_attention_sm90"
         shared = tiling.shared_bytes(self.width, self.value_width)
@@ -194,7 +197,7 @@ class WarpgroupForwardConfig:
             ("FLOAT8", True),
             ("PRECISE", tiling.precise),
             ("PREPARES", tiling.prepares),
-            ("KEPT_TILES", tiling.promotion_interval),
+            ("PROMOTION_INTERVAL", tiling.promotion_interval),
         )
 
     def _block_defines(self) -> Defines:
@@ -333,7 +336,7 @@ def _float8_tiling(problem: AttentionProblem) -> Float8Tiling:
         short = entry_for(tables["short"], *widths)
         if short is not None:
             readers = ceil_div(problem.seq_len_q, short.tile_m) * problem.group
-            if readers <= _FEW_READERS:
+            if readers <= _PREPARE_IN_BLOCK_MAX_TILES:
                 return short
         narrower = "window_or_varlen" in tables and (problem.varlen or problem.window is not None)
         kind = "window_or_varlen" if narrower else "plain"
@@ -468,8 +471,8 @@ def plan_flash_attention_backward_sm90(
     widest = max(problem.head_dim, problem.head_dim_v)
     width = width_for(widest, tuple(WARPGROUP_KEY_TILINGS))
     tiling = WARPGROUP_KEY_TILINGS[width]
-    long = not problem.bounded or problem.seq_len_q >= _LONG
-    if width == LONG_KEY_WIDTH and long and problem.features <= _SIMPLE:
+    long = not problem.bounded or problem.seq_len_q >= _LONG_QUERY_TILE_MIN_QUERIES
+    if width == LONG_KEY_WIDTH and long and problem.features <= _LONG_QUERY_TILE_FEATURES:
         tiling = LONG_KEY_TILING
     if problem.distills and problem.head_dim <= BOX_COLUMNS < width:
         tiling = NARROW_STUDENT_TILING

@@ -98,7 +98,8 @@ def flash_attention(
         window_size: (left, right), visible keys on each side of the diagonal key; None: all.
         softcap: positive bound on the magnitude of the scores.
         alibi_slopes: float32 [num_heads_q] or [batch, num_heads_q].
-        sinks: float32 [num_heads_q], one score per head that is added to the softmax denominator.
+        sinks: float32 [num_heads_q], one score per head, whose exponential is added to the softmax
+            denominator.
         bias: dtype of q or float32, broadcastable to [batch, num_heads_q, seq_len_q, seq_len_kv],
             any strides.
         mask: bool, as bias; True is visible.
@@ -244,7 +245,7 @@ def _prepare_forward(
         seq_kv=seq_len_kv,
         head_dim=config.problem.head_dim,
         value_dim=config.problem.head_dim_v,
-        section=config.raster_group,
+        raster_group_heads=config.raster_group,
         scale_log2=scales_of(q, options)[1],
         settings=score_settings(q, options, arrays, shape),
     )

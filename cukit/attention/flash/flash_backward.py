@@ -33,7 +33,7 @@ from cukit.attention.flash._flash_launch_sm90 import (
     MappedKernels,
     MappedKeys,
     MappedQueries,
-    launches_of,
+    load_launches,
 )
 from cukit.attention.flash._flash_plan import (
     FlashAttentionBackwardConfig,
@@ -186,7 +186,7 @@ def flash_attention_backward(
         for target, result in zip(targets, results, strict=False):
             target[...] = result
         results = (*targets, *results[len(targets) :])
-        return (*_turn_back(results[0], results[1], tables), *results[2:])
+        return (*_undo_rope(results[0], results[1], tables), *results[2:])
     steps = _prepare_backward(
         grad_out, q, k, v, out, lse, options, bool(deterministic), layout, *arrays
     )
@@ -216,7 +216,7 @@ def flash_attention_backward(
     else:
         steps.queries(q, k, v, grad_out, lse_log2, delta, grad_q, *arrays)
     if not steps.rotates:
-        grad_q, grad_k = _turn_back(grad_q, grad_k, tables)
+        grad_q, grad_k = _undo_rope(grad_q, grad_k, tables)
     if steps.sinks is None:
         return grad_q, grad_k, grad_v
     grad_sinks = empty(q, arrays.sinks.shape, np.float32)  # type: ignore[union-attr]
@@ -234,7 +234,7 @@ def _members(name: str, arrays: Any, count: int) -> tuple[Array, ...]:
     return members
 
 
-def _turn_back(grad_q: Array, grad_k: Array, tables: tuple[Array, ...]) -> tuple[Array, Array]:
+def _undo_rope(grad_q: Array, grad_k: Array, tables: tuple[Array, ...]) -> tuple[Array, Array]:
     """Rotates grad_q and grad_k in place by the opposite angles, if there are tables."""
     if not tables:
         return grad_q, grad_k
@@ -307,7 +307,7 @@ def _planned_backward(
     queries: KernelSpec | None
     if fits_tensor_maps(q, k, v, grad_out) and covers(problem, device):
         config = plan_flash_attention_backward_sm90(problem, deterministic, device)
-        rotates = config.rotates and layout.own_tables is not None
+        rotates = config.rotates and layout.tables_per_sequence is not None
         shape = score_shape(q, k, options, arrays)
         settings = score_settings(q, options, arrays, shape)
         keys = MappedKernels(config, q, options, settings, layout=layout)
@@ -337,9 +337,9 @@ def _planned_backward(
         ),
         Launches(load_kernel(config.prepare_spec())),
         keys,
-        launches_of(config.sum_spec() if config.splits > 1 else None),
-        launches_of(queries),
-        launches_of(config.sinks_spec() if problem.sinks else None),
+        load_launches(config.sum_spec() if config.splits > 1 else None),
+        load_launches(queries),
+        load_launches(config.sinks_spec() if problem.sinks else None),
     )
 
 
@@ -406,7 +406,7 @@ def _prepare_backward(
             grad_k_row=key_row,
             grad_v_row=value_row,
             table_rows=0,
-            section=config.key_raster_group,
+            raster_group_heads=config.key_raster_group,
             **NO_TEACHER,
         )
         parameters = _STRUCTS["KeyGradientParameters"].pack(**strides, work=work)
@@ -419,13 +419,13 @@ def _prepare_backward(
                 heads_q=problem.num_heads_q,
                 group=problem.group,
                 grad_q_row=layout.q,
-                section=config.query_raster_group,
+                raster_group_heads=config.query_raster_group,
                 **NO_TEACHER,
             )
             queries = kernels.queries((config.query_blocks,), (parameters,))
     if queries is None:
         assert kernels.queries is not None
-        if layout.own_tables:
+        if layout.tables_per_sequence:
             lengths["table_rows"] = problem.seq_len_q
         summed = changed_by_value(_QUERY_SUM, kernels.summed, lengths)
         queries = kernels.queries((config.finish_blocks(total_q),), (summed,))
@@ -443,7 +443,7 @@ def _prepare_backward(
     return _BackwardSteps(
         *(prepare, keys, sums, queries, sinks),
         *(config.accumulates_grad_q, rows, config.counters(total_q), config.width, splits),
-        config.rotates and layout.own_tables is not None,
+        config.rotates and layout.tables_per_sequence is not None,
     )
 
 

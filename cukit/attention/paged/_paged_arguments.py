@@ -159,7 +159,7 @@ def take(
     return scratch.take(like, name, size, dtype, zeros=False)[:size].reshape(shape)
 
 
-def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
+def check_arrays(arrays: PagedArrays, cache_format: str, options: ScoreOptions) -> None:
     """Checks everything that the reference requires, except the contents of the arrays."""
     q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out, ends, *_ = arrays
     options.check(_OP)
@@ -173,19 +173,19 @@ def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None
                 f"{_OP}: cu_seqlens_q must have batch + 1 entries, got shape {ends.shape}"
             )
     batch = arrays.batch
-    stored = _STORED if codes else FLOAT_DTYPES
-    per_byte = 2 if codes == "int4" else 1
+    stored = _STORED if cache_format else FLOAT_DTYPES
+    per_byte = 2 if cache_format == "int4" else 1
     if head_dim % per_byte:
         raise ArrayShapeError(f"{_OP}: head_dim of q must be even for int4, got {head_dim}")
     shape = (None, None, None, head_dim // per_byte)
     check_array(_OP, "k_cache", k_cache, dtypes=stored, shape=shape, contiguous=False)
     shape = (*k_cache.shape[:-1], None)
     check_array(_OP, "v_cache", v_cache, dtypes=stored, shape=shape, contiguous=False)
-    if not codes:
+    if not cache_format:
         check_same_dtype(_OP, q=q, k_cache=k_cache, v_cache=v_cache)
     for name, scales in (("k_cache.scales", k_scales), ("v_cache.scales", v_scales)):
         if scales is not None:
-            dtype = float16 if codes == "int4" else float32
+            dtype = float16 if cache_format == "int4" else float32
             check_array(_OP, name, scales, dtypes=(dtype,), ndim=4, contiguous=False)
     for name, scales, zeros in (
         ("k_cache", k_scales, arrays.k_zeros),
@@ -206,8 +206,9 @@ def check_arrays(arrays: PagedArrays, codes: str, options: ScoreOptions) -> None
         )
     recent = arrays.recent
     if recent is not None:
-        if codes != "int4":
-            raise ConfigError(f"{_OP}: recent requires int4 caches, got {codes or k_cache.dtype}")
+        if cache_format != "int4":
+            found = cache_format or k_cache.dtype
+            raise ConfigError(f"{_OP}: recent requires int4 caches, got {found}")
         recent.check(_OP, q, head_dim, per_byte * v_cache.shape[-1], heads_kv, batch)
     rows = (batch, None)
     check_array(_OP, "block_table", block_table, dtypes=(int32,), shape=rows, contiguous=False)
@@ -274,10 +275,10 @@ def _without_extents(array: Described) -> tuple[Any, ...]:
     return strides[-1] if shape[-1] > 1 else dtype.itemsize, dtype, misalignment, place
 
 
-def check_layout(arrays: PagedArrays, codes: str) -> None:
+def check_layout(arrays: PagedArrays, cache_format: str) -> None:
     """Checks what the kernel requires beyond the reference."""
     q, k_cache, v_cache, out = arrays.q, arrays.k_cache, arrays.v_cache, arrays.out
-    if not codes:
+    if not cache_format:
         check_kernel_layout(_OP, q=q, k_cache=k_cache, v_cache=v_cache, out=out)
         return
     check_kernel_layout(_OP, q=q, out=out)

@@ -46,7 +46,7 @@ _MAX_REQUESTS = 1 << 16
 
 def prepare_prefill(
     arrays: PagedArrays,
-    codes: str,
+    cache_format: str,
     options: ScoreOptions,
     problem: AttentionProblem,
     forward: Callable[[], PagedForward],
@@ -60,12 +60,12 @@ def prepare_prefill(
     problem: from problem_of_pages. forward: returns the forward over the caches. mapped: whether
     TMA can read the queries.
     """
-    if not uses_forward(problem, codes, mapped=mapped, batch_invariant=batch_invariant):
+    if not uses_forward(problem, cache_format, mapped=mapped, batch_invariant=batch_invariant):
         return None, ANY_QUERIES
     max_queries = 0 if batch_invariant else short_queries(problem)
     device = current_device()
     block_size = arrays.k_cache.shape[1]
-    if not codes:  # the forward does not read quantised keys
+    if not cache_format:  # the forward does not read quantised keys
         direct = forward()
         slowdown = direct.config.slowdown
         copied = prefers_gather(problem, slowdown, device, batch_invariant=batch_invariant)
@@ -76,10 +76,10 @@ def prepare_prefill(
             prefill = PreparedPrefill(direct, problem, arrays, min_queries=max_queries + 1)
             return prefill, max_queries
     group = 0
-    if codes == "int4" and arrays.k_scales is not None:
+    if cache_format == "int4" and arrays.k_scales is not None:
         group = block_size // arrays.k_scales.shape[1]
     recent = arrays.recent_k is not None
-    config = plan_gather(problem, codes, group, device, recent=recent)
+    config = plan_gather(problem, cache_format, group, device, recent=recent)
     return PreparedGather(config, options, arrays, max_queries + 1), max_queries
 
 

@@ -47,7 +47,7 @@ _ONE_WARP_GROUP = 64
 class PagedConfig:
     """The configuration of a call.
 
-    codes: element format of the caches; "" if it is `dtype`.
+    cache_format: element format of the caches; "" if it is `dtype`.
     head_dim: columns per tile. row_tiles: tiles of 8 * query_tiles query rows per KV head.
     warps: per thread block; each has its own `step` keys of a tile.
     stages: pipeline stages of each warp's keys and values.
@@ -59,7 +59,7 @@ class PagedConfig:
     """
 
     dtype: str
-    codes: str
+    cache_format: str
     head_dim: int
     padded: bool
     value_padded: bool
@@ -84,7 +84,7 @@ class PagedConfig:
         """The kernel variant that this configuration launches."""
         defines = (
             ("DTYPE", self.dtype),
-            ("CODE", CODES[self.codes]),
+            ("CODE", CODES[self.cache_format]),
             ("HEAD_DIM", self.head_dim),
             ("PADDED", int(self.padded)),
             ("VALUE_DIM", self.head_dim),
@@ -104,25 +104,27 @@ class PagedConfig:
             *((("PACKED", 1),) if self.packed else ()),
             *((("CLUSTER", self.cluster),) if self.cluster > 1 else ()),
         )
-        stage = _stage_bytes(self.head_dim, self.codes, self.step, recent=self.recent)
+        stage = _stage_bytes(self.head_dim, self.cache_format, self.step, recent=self.recent)
         stages = self.warps * self.stages * stage
         shared = stages + _query_bytes(self.head_dim, self.query_tiles, recent=self.recent)
         shared += _cluster_bytes(self.head_dim, self.query_tiles, self.cluster)
         return KernelSpec("attention/paged_attention.cu", _OP, defines, 32 * self.warps, shared)
 
     def slots(
-        self, batch: int, problems: int, max_keys: int, recent_rows: int = 0
+        self, batch: int, problems_per_request: int, max_keys: int, recent_rows: int = 0
     ) -> tuple[int, int]:
         """Upper bounds of partial results and counters.
 
-        problems: per request, or per tile of packed queries. recent_rows: included in max_keys.
+        problems_per_request: with packed queries, problems per tile of rows. recent_rows: included
+        in max_keys.
         """
         if not self.unit_tiles:
             return 2 * self.num_blocks, self.num_blocks
         recent_tiles = -(-recent_rows // (_RECENT_STEP * self.warps))
         tiles = -(-(max_keys - recent_rows) // self.tile) + recent_tiles
         units = -(-tiles // self.unit_tiles) + 1
-        return batch * problems * units, batch * problems
+        problems = batch * problems_per_request
+        return problems * units, problems
 
     @property
     def tile(self) -> int:
@@ -140,12 +142,12 @@ class PagedConfig:
         return self.rows * (self.head_dim + 2)
 
 
-def _stage_bytes(head_dim: int, codes: str, step: int, *, recent: bool = False) -> int:
+def _stage_bytes(head_dim: int, cache_format: str, step: int, *, recent: bool = False) -> int:
     """Bytes of a warp's keys and values in one stage, with their scales."""
-    if codes == "int4":
+    if cache_format == "int4":
         rows = max(step * head_dim, 4 * _RECENT_STEP * head_dim if recent else 0)
         return rows + 4 * (head_dim + step)
-    return 2 * step * (head_dim + 4 if codes else 2 * head_dim)
+    return 2 * step * (head_dim + 4 if cache_format else 2 * head_dim)
 
 
 def _static_bytes(query_tiles: int, places: int, warps: int) -> int:
@@ -173,7 +175,7 @@ def plan_paged_attention(
     dtype: str,
     device: Device,
     *,
-    codes: str = "",
+    cache_format: str = "",
     causal: bool = True,
     window: bool = False,
     softcap: bool = False,
@@ -197,31 +199,31 @@ def plan_paged_attention(
     share a scale; also the keys per step. recent: int4 with recent keys. packed: packed queries; a
     tile then holds `rows` rows or, if they are more, its maximum. batch: requests; 0 if unknown.
     """
-    narrowest = codes == "int4"
-    widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if codes else HEAD_DIMS
+    narrowest = cache_format == "int4"
+    widths = GROUP_HEAD_DIMS if narrowest else CODE_HEAD_DIMS if cache_format else HEAD_DIMS
     width = next(each for each in widths if each >= head_dim)
-    step = group_rows or _STEP_BYTES // (1 if codes else 2)
+    step = group_rows or _STEP_BYTES // (1 if cache_format else 2)
     # A second query tile would need too many registers with the scores of 64 keys (int4).
     # Packed 8-bit codes: more tiles, or three thread blocks per SM with two tiles, would spill.
-    max_tiles = 1 if narrowest else 2 if width > 128 or (codes and packed) else 4
+    max_tiles = 1 if narrowest else 2 if width > 128 or (cache_format and packed) else 4
     query_tiles = min(max_tiles, 1 if rows <= _QUERY_TILE else 2 if rows <= 2 * _QUERY_TILE else 4)
-    three = codes and not narrowest and query_tiles < (2 if packed else 4)
+    three = cache_format and not narrowest and query_tiles < (2 if packed else 4)
     row_tiles = -(-rows // (_QUERY_TILE * query_tiles))
     # Choices that depend on the number of problems were measured on sm_90 only.
     known = device.arch == "sm_90" and not (packed or batch_invariant)
     problems = batch * heads_kv * row_tiles if known else 0
     many = problems >= _MANY_PROBLEMS * device.num_sms
-    one_warp = many and bool(codes) and width == 128 and query_tiles == 1 and not recent
+    one_warp = many and bool(cache_format) and width == 128 and query_tiles == 1 and not recent
     one_warp &= not narrowest or step == _ONE_WARP_GROUP
     fills = _CLUSTER_SHARE * device.num_sms <= _CLUSTER * problems <= device.num_sms
     cluster = _CLUSTER if known and fills and width <= 128 else 1
     one_block = width > 128
-    if known and not codes and cluster == 1:
+    if known and not cache_format and cluster == 1:
         one_block |= width == 128 and query_tiles == 2 and 0 < problems < device.num_sms
         if width == 64 and query_tiles == 1 and problems >= device.num_sms:
             step, three = _NARROW_STEP, True
     blocks = 8 if one_warp else 1 if one_block else 3 if three and cluster == 1 else 2
-    stage_bytes = _stage_bytes(width, codes, step, recent=recent)
+    stage_bytes = _stage_bytes(width, cache_format, step, recent=recent)
     places = _RECENT_STEP if narrowest else step
     warps = 2 * _MAX_WARPS if one_block and width == 128 else _MAX_WARPS
     static_bytes = RESERVED_BYTES + 64 + _static_bytes(query_tiles, places, warps)
@@ -238,7 +240,7 @@ def plan_paged_attention(
     team = min(sizes, key=lambda size: (num_blocks % size * 50 // num_blocks, -size))
     return PagedConfig(
         dtype=dtype,
-        codes=codes,
+        cache_format=cache_format,
         head_dim=width,
         padded=head_dim < width,
         value_padded=value_dim < width,

@@ -44,10 +44,12 @@ from cukit.core.parameters import parameter_structs
 from cukit.core.tensor_map import TensorMapCache
 
 
-def problem_of_pages(arrays: PagedArrays, codes: str, options: ScoreOptions) -> AttentionProblem:
+def problem_of_pages(
+    arrays: PagedArrays, cache_format: str, options: ScoreOptions
+) -> AttentionProblem:
     """The attention problem of a call, with a seq_len_kv of 1: the host does not read seq_lens."""
     q, k_cache, v_cache = arrays.q, arrays.k_cache, arrays.v_cache
-    head_dim, value_dim = q.shape[-1], v_cache.shape[-1] * (2 if codes == "int4" else 1)
+    head_dim, value_dim = q.shape[-1], v_cache.shape[-1] * (2 if cache_format == "int4" else 1)
     causal, window = options.visible
     return AttentionProblem(
         len(arrays.seq_lens), q.shape[-3], 1, q.shape[-2], k_cache.shape[2], head_dim,
@@ -58,7 +60,7 @@ def problem_of_pages(arrays: PagedArrays, codes: str, options: ScoreOptions) -> 
 
 
 def uses_forward(
-    problem: AttentionProblem, codes: str, *, mapped: bool, batch_invariant: bool
+    problem: AttentionProblem, cache_format: str, *, mapped: bool, batch_invariant: bool
 ) -> bool:
     """Whether a call runs on the Hopper forward. mapped: whether TMA can read the queries."""
     device = current_device()
@@ -67,7 +69,7 @@ def uses_forward(
     if problem.varlen:
         few = few_packed_queries(problem) and not batch_invariant
         return covers(problem, device) and not few
-    return prefers_prefill(problem, device, codes, batch_invariant=batch_invariant)
+    return prefers_prefill(problem, device, cache_format, batch_invariant=batch_invariant)
 
 
 class PreparedForward:

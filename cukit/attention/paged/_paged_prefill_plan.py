@@ -101,13 +101,13 @@ def plan_paged_prefill(
 class GatherConfig:
     """The configuration of the copy of keys and values that the forward reads.
 
-    codes: element format of the cache; "" if it is that of the queries. group: keys of int4 that
-    share a channel's scale. recent: whether the newest keys are in ring buffers. block: keys per
-    block of the copy: a tile of the forward.
+    cache_format: element format of the cache; "" if it is that of the queries. group: keys of int4
+    that share a channel's scale. recent: whether the newest keys are in ring buffers. block: keys
+    per block of the copy: a tile of the forward.
     """
 
     problem: AttentionProblem
-    codes: str
+    cache_format: str
     group: int
     recent: bool
     block: int
@@ -120,7 +120,7 @@ class GatherConfig:
         """The kernel variant that this configuration launches."""
         defines = (
             ("DTYPE", self.problem.dtype),
-            *((("FORMAT", _FORMATS[self.codes]),) if self.codes else ()),
+            *((("FORMAT", _FORMATS[self.cache_format]),) if self.cache_format else ()),
             ("GROUP", self.group),
             ("RECENT", int(self.recent)),
             ("HEAD_DIM", self.problem.head_dim),
@@ -132,11 +132,16 @@ class GatherConfig:
 
 
 def plan_gather(
-    problem: AttentionProblem, codes: str, group: int, device: Device, *, recent: bool = False
+    problem: AttentionProblem,
+    cache_format: str,
+    group: int,
+    device: Device,
+    *,
+    recent: bool = False,
 ) -> GatherConfig:
     """The configuration of the copy for a problem that class sm90 covers."""
     tile = plan_paged_prefill(problem, _SWIZZLE_ROWS, True, device).tiling.tile_n
-    return GatherConfig(problem, codes, group, recent, tile)
+    return GatherConfig(problem, cache_format, group, recent, tile)
 
 
 def prefers_gather(
@@ -160,7 +165,7 @@ def prefers_gather(
 
 
 def prefers_prefill(
-    problem: AttentionProblem, device: Device, codes: str = "", *, batch_invariant: bool
+    problem: AttentionProblem, device: Device, cache_format: str = "", *, batch_invariant: bool
 ) -> bool:
     """Whether the Hopper forward is faster than the decode kernel, for `batch` requests of
     seq_len_q queries each.
@@ -175,8 +180,10 @@ def prefers_prefill(
         return False
     if batch_invariant:  # whole waves of tiles
         problem = problem.at_lengths(problem.seq_len_q, problem.seq_len_kv, device.num_sms)
-    prefill = prefill_time(problem, device) + (gather_time(problem, codes) if codes else 0.0)
-    return decode_time(problem, codes) > prefill
+    prefill = prefill_time(problem, device) + (
+        gather_time(problem, cache_format) if cache_format else 0.0
+    )
+    return decode_time(problem, cache_format) > prefill
 
 
 def short_queries(problem: AttentionProblem) -> int:
@@ -200,21 +207,21 @@ def few_packed_queries(problem: AttentionProblem) -> bool:
     return problem.batch < _MIXED_BATCH and rows <= _DECODE_ROWS * problem.batch
 
 
-def gather_time(problem: AttentionProblem, codes: str) -> float:
+def gather_time(problem: AttentionProblem, cache_format: str) -> float:
     """Nanoseconds to copy the keys and values, per 128-column key of every request.
 
     The launch's time is divided by seq_len_q, a lower bound of the number of keys, because the host
     does not read seq_lens.
     """
-    moved = _CODE_BYTES[codes] + _CODE_BYTES[""]
+    moved = _CODE_BYTES[cache_format] + _CODE_BYTES[""]
     copied = problem.batch * problem.num_heads_kv * 2 * 128 * moved / _GATHER_RATE
     return copied + _GATHER_LAUNCH / problem.seq_len_q
 
 
-def decode_time(problem: AttentionProblem, codes: str = "") -> float:
+def decode_time(problem: AttentionProblem, cache_format: str = "") -> float:
     """Nanoseconds of the decode kernel, per 128-column key of every request."""
     tiles = ceil_div(problem.group * problem.seq_len_q, _DECODE_ROWS)
-    return problem.batch * problem.num_heads_kv * tiles * _DECODE_TILE * _DECODE_CODES[codes]
+    return problem.batch * problem.num_heads_kv * tiles * _DECODE_TILE * _DECODE_CODES[cache_format]
 
 
 def prefill_time(problem: AttentionProblem, device: Device) -> float:

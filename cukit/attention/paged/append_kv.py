@@ -121,7 +121,7 @@ def append_kv(
     >>> caches[1, 1, :, 0, 0]
     array([0., 2., 0., 0.], dtype=float32)
     """
-    codes, k_cache, k_scales, v_cache, v_scales = cache_parts(_OP, k_cache, v_cache)
+    cache_format, k_cache, k_scales, v_cache, v_scales = cache_parts(_OP, k_cache, v_cache)
     arrays = AppendArrays(
         *adopt(
             *(_OP, k, v, k_cache, v_cache, k_scales, v_scales),
@@ -132,7 +132,7 @@ def append_kv(
     _check_presence(arrays)
     _check_overlaps(arrays)
     if not runs_kernel(_OP, *arrays):
-        _check(arrays, codes)
+        _check(arrays, cache_format)
         turned = reference.append_kv(
             *(arrays.k, arrays.v, arrays.k_cache, arrays.v_cache, arrays.slots),
             q=arrays.q,
@@ -140,7 +140,7 @@ def append_kv(
             sin=arrays.sin,
             position_ids=arrays.position_ids,
             interleaved=interleaved,
-            codes=codes,
+            codes=cache_format,
             k_scales=arrays.k_scales,
             v_scales=arrays.v_scales,
         )
@@ -148,7 +148,7 @@ def append_kv(
             return turned
         arrays.out[...] = turned
         return arrays.out
-    launch = _prepare(codes, bool(interleaved), *arrays)
+    launch = _prepare(cache_format, bool(interleaved), *arrays)
     out = arrays.out
     if arrays.q is not None and out is None:
         out = empty(arrays.q, arrays.q.shape)
@@ -182,19 +182,19 @@ def _check_overlaps(arrays: AppendArrays) -> None:
         )
 
 
-def _check(arrays: AppendArrays, codes: str) -> None:
+def _check(arrays: AppendArrays, cache_format: str) -> None:
     """Checks everything but the contents of the arrays."""
     k, v, k_cache, v_cache, k_scales, v_scales, slots, q, cos, sin, position_ids, out = arrays
     check_array(_OP, "k", k, dtypes=FLOAT_DTYPES, ndim=3, contiguous=False)
     tokens, heads, head_dim = k.shape
     check_array(_OP, "v", v, shape=(tokens, heads, None), contiguous=False)
-    stored = _STORED if codes else (k.dtype,)
+    stored = _STORED if cache_format else (k.dtype,)
     shape = (None, None, heads, head_dim)
     check_array(_OP, "k_cache", k_cache, dtypes=stored, shape=shape, contiguous=False)
     shape = (*k_cache.shape[:3], v.shape[-1])
     check_array(_OP, "v_cache", v_cache, dtypes=stored, shape=shape, contiguous=False)
     check_same_dtype(_OP, k=k, v=v, q=q)
-    if codes:
+    if cache_format:
         shape = (*k_cache.shape[:3], 1)
         for name, scales in (("k_cache.scales", k_scales), ("v_cache.scales", v_scales)):
             if scales is None:
@@ -219,7 +219,7 @@ class AppendConfig:
     """
 
     dtype: str
-    codes: str
+    cache_format: str
     heads_q: int
     heads_kv: int
     head_dim: int
@@ -233,14 +233,14 @@ class AppendConfig:
     def spec(self) -> KernelSpec:
         """The kernel variant that this configuration launches."""
         scales = (
-            ("FORMAT", "E4M3" if self.codes == "float8_e4m3" else "INT8"),
+            ("FORMAT", "E4M3" if self.cache_format == "float8_e4m3" else "INT8"),
             ("SCALE", "float32"),
             ("ZERO_POINTS", 0),
             ("POWER_OF_TWO", 0),
         )
         defines = (
             ("DTYPE", self.dtype),
-            ("CODE", CODES[self.codes]),
+            ("CODE", CODES[self.cache_format]),
             ("HEADS_Q", self.heads_q),
             ("HEADS_KV", self.heads_kv),
             ("HEAD_DIM", self.head_dim),
@@ -251,7 +251,7 @@ class AppendConfig:
             ("ID", self.position),
             ("TEAM", self.team),
             ("THREADS", _THREADS),
-            *(scales if self.codes else ()),
+            *(scales if self.cache_format else ()),
         )
         return KernelSpec("attention/append_kv.cu", _OP, defines, _THREADS)
 
@@ -269,7 +269,7 @@ def plan_append_kv(
     head_dim: int,
     value_dim: int,
     *,
-    codes: str = "",
+    cache_format: str = "",
     rotary_dim: int = 0,
     interleaved: bool = False,
     slot: str = "int64",
@@ -280,21 +280,21 @@ def plan_append_kv(
     pairs = -(-max(head_dim, value_dim) // (2 * _CHUNK))
     team = 1 << (pairs - 1).bit_length()
     return AppendConfig(
-        *(dtype, codes, heads_q, heads_kv, head_dim, value_dim, rotary_dim, interleaved),
+        *(dtype, cache_format, heads_q, heads_kv, head_dim, value_dim, rotary_dim, interleaved),
         *(slot, position, team),
     )
 
 
 @launch_plan
-def _prepare(codes: str, interleaved: bool, *given: Array | None) -> Launch:
+def _prepare(cache_format: str, interleaved: bool, *given: Array | None) -> Launch:
     """Checks and plans a call, and loads its kernel."""
     arrays = AppendArrays(*given)
-    _check(arrays, codes)
+    _check(arrays, cache_format)
     k, v, k_cache, v_cache, k_scales, v_scales, slots, q, cos, _, position_ids, out = arrays
     check_array(_OP, "k", k, dtypes=ATTENTION_DTYPES, contiguous=False)
     named = {"k": k, "v": v, "q": q, "out": out}
     check_kernel_layout(_OP, **{n: None if a is None else a[None] for n, a in named.items()})
-    if codes:
+    if cache_format:
         check_code_layout(_OP, k_cache, v_cache)
     else:
         check_kernel_layout(_OP, k_cache=k_cache, v_cache=v_cache)
@@ -316,7 +316,7 @@ def _prepare(codes: str, interleaved: bool, *given: Array | None) -> Launch:
         heads_kv,
         head_dim,
         v.shape[-1],
-        codes=codes,
+        cache_format=cache_format,
         rotary_dim=rotary_dim,
         interleaved=interleaved,
         slot=slots.dtype.name,
@@ -359,10 +359,10 @@ def _cache_strides(x: Array) -> tuple[int, int, int]:
 def _specs(device: Device) -> list[KernelSpec]:
     """A representative set of variants: each cache format, with and without rotation."""
     specs = []
-    for codes in ("", "float8_e4m3", "int8"):
+    for cache_format in ("", "float8_e4m3", "int8"):
         for rotary_dim, heads_q in ((0, 0), (128, 32)):
             config = plan_append_kv(
-                "bfloat16", heads_q, 8, 128, 128, codes=codes, rotary_dim=rotary_dim
+                "bfloat16", heads_q, 8, 128, 128, cache_format=cache_format, rotary_dim=rotary_dim
             )
             specs.append(config.spec())
     partial = plan_append_kv("float16", 6, 2, 80, 64, rotary_dim=32, interleaved=True)

@@ -70,11 +70,11 @@ def recent_arrays(op: str, recent: RecentKV | None) -> tuple[Any, Any, Any, Any]
 class CacheParts(NamedTuple):
     """The arrays of a key and a value cache.
 
-    codes: the element format; "" for a float dtype. k, v: storage. Scales and zero points (int4)
-    are None where absent.
+    cache_format: the element format; "" for a float dtype. k, v: storage. Scales and zero points
+    (int4) are None where absent.
     """
 
-    codes: str
+    cache_format: str
     k: Any
     k_scales: Any
     v: Any
@@ -103,7 +103,7 @@ def cache_parts(op: str, k_cache: Any, v_cache: Any) -> tuple[str, Any, Any, Any
     names = [getattr(getattr(cache, "dtype", None), "name", "") for cache in (k_cache, v_cache)]
     if all(quantized) and names == ["int4", "int4"]:
         raise ArrayDtypeError(
-            f"{op}: int4 caches are supported by paged_attention and pack_kv only"
+            f"{op}: int4 caches are supported by paged_attention, PagedAttention and pack_kv only"
         )
     if not all(quantized) or names[0] != names[1] or names[0] not in CODES:
         raise ArrayDtypeError(

@@ -176,7 +176,7 @@ def paged_attention(
     >>> ck.paged_attention(np.zeros((1, 1, 1, 8), np.float32), k, v, table, lengths)[0, 0, 0, :2]
     array([35.2, 36.2], dtype=float32)
     """
-    codes, k_cache, k_scales, v_cache, v_scales, *zeros = stored_parts(_OP, k_cache, v_cache)
+    cache_format, k_cache, k_scales, v_cache, v_scales, *zeros = stored_parts(_OP, k_cache, v_cache)
     arrays = PagedArrays(
         *adopt(
             _OP, q, k_cache, v_cache, k_scales, v_scales, block_table, seq_lens, sinks, out,
@@ -195,12 +195,12 @@ def paged_attention(
         rings=arrays.rings, packed_lens=arrays.packed_lens, sinks=arrays.sinks,
     )  # fmt: skip
     options = score_options(_OP, causal, window_size, softcap, scale, None, None)
-    return attend(arrays, codes, options, bool(batch_invariant), checked, bool(return_lse))
+    return attend(arrays, cache_format, options, bool(batch_invariant), checked, bool(return_lse))
 
 
 def attend(
     arrays: PagedArrays,
-    codes: str,
+    cache_format: str,
     options: ScoreOptions,
     batch_invariant: bool,
     checked: bool,
@@ -211,20 +211,20 @@ def attend(
 
     scratch: memory of the caller; None allocates it.
     """
-    if runs_kernel(_OP, *arrays) and not _lacks_kernel(arrays, codes, batch_invariant):
-        prepared = _prepare(codes, options, batch_invariant, *arrays)
+    if runs_kernel(_OP, *arrays) and not _lacks_kernel(arrays, cache_format, batch_invariant):
+        prepared = _prepare(cache_format, options, batch_invariant, *arrays)
         if checked:
             check_contents(_OP, arrays, options, checked=True)
         attended: Array | tuple[Array, Array] = prepared(arrays, return_lse, scratch)
         return attended
-    check_arrays(arrays, codes, options)
+    check_arrays(arrays, cache_format, options)
     check_contents(_OP, arrays, options, checked=checked)
-    wide = np.float32 if codes else arrays.k_cache.dtype
+    wide = np.float32 if cache_format else arrays.k_cache.dtype
     k, v = (
         _decoded(*parts).astype(wide, copy=False)
         for parts in (
-            (arrays.k_cache, arrays.k_scales, arrays.k_zeros, codes, 1),
-            (arrays.v_cache, arrays.v_scales, arrays.v_zeros, codes, 3),
+            (arrays.k_cache, arrays.k_scales, arrays.k_zeros, cache_format, 1),
+            (arrays.v_cache, arrays.v_scales, arrays.v_zeros, cache_format, 3),
         )
     )
     result, lse = reference.paged_attention(
@@ -244,25 +244,25 @@ def attend(
 
 def reserve(
     arrays: PagedArrays,
-    codes: str,
+    cache_format: str,
     options: ScoreOptions,
     batch_invariant: bool,
     scratch: PagedScratch,
 ) -> None:
     """Checks a call, loads its kernels and takes their memory from `scratch`."""
-    if not runs_kernel(_OP, *arrays) or _lacks_kernel(arrays, codes, batch_invariant):
-        check_arrays(arrays, codes, options)
+    if not runs_kernel(_OP, *arrays) or _lacks_kernel(arrays, cache_format, batch_invariant):
+        check_arrays(arrays, cache_format, options)
         return
-    _prepare(codes, options, batch_invariant, *arrays).reserve(arrays, scratch)
+    _prepare(cache_format, options, batch_invariant, *arrays).reserve(arrays, scratch)
 
 
 def _decoded(
-    storage: Array, scales: Array | None, zeros: Array | None, codes: str, axis: int
+    storage: Array, scales: Array | None, zeros: Array | None, cache_format: str, axis: int
 ) -> Array:
     """The dense values of a cache. axis: the axis of int4 groups."""
-    if not codes:
+    if not cache_format:
         return storage
-    dtype = next(each for each in NARROW_DTYPES if each.name == codes)
+    dtype = next(each for each in NARROW_DTYPES if each.name == cache_format)
     if zeros is not None and scales is not None:
         shape = (*storage.shape[:-1], 2 * storage.shape[-1])
         group_size = shape[axis] // scales.shape[axis]
@@ -271,13 +271,13 @@ def _decoded(
     return values if scales is None else values * scales
 
 
-def _lacks_kernel(arrays: PagedArrays, codes: str, batch_invariant: bool) -> bool:
+def _lacks_kernel(arrays: PagedArrays, cache_format: str, batch_invariant: bool) -> bool:
     """Whether the device lacks instructions for these codes, or a batch-invariant kernel for packed
     queries."""
     device = current_device()
     if arrays.cu_seqlens_q is not None and batch_invariant and device.arch != "sm_90":
         return True
-    return codes == "float8_e4m3" and device.compute_capability < _FLOAT8_ARCH
+    return cache_format == "float8_e4m3" and device.compute_capability < _FLOAT8_ARCH
 
 
 class PreparedPaged(NamedTuple):
@@ -331,11 +331,11 @@ class _Planned:
     """The checked options and loaded kernels of a call, for any numbers of requests, queries and
     table columns."""
 
-    def __init__(self, arrays: PagedArrays, codes: str, options: ScoreOptions) -> None:
+    def __init__(self, arrays: PagedArrays, cache_format: str, options: ScoreOptions) -> None:
         _, k_cache, v_cache, k_scales, v_scales, _, _, sinks, *_ = arrays
         recent_k, recent_v = arrays.recent_k, arrays.recent_v
-        self.problem = problem_of_pages(arrays, codes, options)
-        self.codes = codes
+        self.problem = problem_of_pages(arrays, cache_format, options)
+        self.cache_format = cache_format
         self.options = options
         self.sinks = sinks is not None
         self.packed = arrays.cu_seqlens_q is not None
@@ -344,7 +344,7 @@ class _Planned:
         self.recent = recent_k is not None
         self.recent_rows = 0 if recent_k is None else recent_k.shape[1]
         self.group_rows = 0
-        if codes == "int4" and k_scales is not None:
+        if cache_format == "int4" and k_scales is not None:
             self.group_rows = k_cache.shape[1] // k_scales.shape[1]
         self._forward: PagedForward | None = None
         self._variants: dict[tuple[int, bool, int], tuple[PagedConfig, Launches]] = {}
@@ -389,7 +389,7 @@ class _Planned:
             problem = self.problem
             config = plan_paged_attention(
                 problem.head_dim, problem.head_dim_v, problem.num_heads_kv, rows, problem.dtype,
-                current_device(), codes=self.codes, causal=problem.causal,
+                current_device(), cache_format=self.cache_format, causal=problem.causal,
                 window=problem.window is not None, softcap=problem.softcap, sinks=self.sinks,
                 batch_invariant=batch_invariant, group_rows=self.group_rows,
                 recent=self.recent, packed=self.packed, batch=batch,
@@ -414,13 +414,13 @@ def _launches(config: PagedConfig) -> Launches:
 
 
 def _planned(
-    codes: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
+    cache_format: str, options: ScoreOptions, batch_invariant: bool, *given: Array | None
 ) -> _Planned:
     """Checks a call and plans it for any numbers of requests, queries and table columns."""
     arrays = PagedArrays(*given)
-    check_arrays(arrays, codes, options)
-    check_layout(arrays, codes)
-    if codes == "int4" and arrays.k_scales is not None:
+    check_arrays(arrays, cache_format, options)
+    check_layout(arrays, cache_format)
+    if cache_format == "int4" and arrays.k_scales is not None:
         factors = {
             "k_cache.scales": arrays.k_scales, "v_cache.scales": arrays.v_scales,
             "k_cache.zeros": arrays.k_zeros, "v_cache.zeros": arrays.v_zeros,
@@ -432,13 +432,13 @@ def _planned(
                 f"{_OP}: head_dim must be at most {GROUP_HEAD_DIMS[-1]} for int4 on the GPU, got "
                 f"{arrays.q.shape[-1]}"
             )
-    return _Planned(arrays, codes, options)
+    return _Planned(arrays, cache_format, options)
 
 
 @partial(launch_plan, plan=_planned, shorten=paged_plan_key)
 def _prepare(
     planned: _Planned,
-    codes: str,
+    cache_format: str,
     options: ScoreOptions,
     batch_invariant: bool,
     *given: Array | None,
@@ -451,7 +451,7 @@ def _prepare(
     *leading, seq_q, heads_q, _ = q.shape
     problem = planned.problem.at_lengths(seq_q, 1, batch)
     prefill, max_queries = prepare_prefill(
-        arrays, codes, options, problem,
+        arrays, cache_format, options, problem,
         lambda: planned.forward(arrays), mapped=planned.mapped, batch_invariant=batch_invariant,
     )  # fmt: skip
     if prefill is not None and not max_queries:
@@ -485,7 +485,9 @@ def _prepare(
     launch = launches((config.num_blocks,), scalars)
     row_shape = (heads_q, seq_q) if packed else (batch, heads_q, seq_q)
     floats = slots * config.slot_floats
-    return PreparedPaged(shape, row_shape, floats, counters, bool(codes), packed, launch, prefill)
+    return PreparedPaged(
+        shape, row_shape, floats, counters, bool(cache_format), packed, launch, prefill
+    )
 
 
 def _specs(device: Device) -> list[KernelSpec]:
@@ -505,20 +507,31 @@ def _specs(device: Device) -> list[KernelSpec]:
         spec(120, 32, window=True, softcap=True, sinks=True),
         spec(128, batch_invariant=True),
         *(spec(128, rows, packed=True) for rows in (16, 32)),
-        *(spec(width, codes="int8") for width in CODE_HEAD_DIMS),
-        *(spec(128, rows, codes="float8_e4m3") for rows in (4, 32) if not too_old),
-        *(spec(128, 4, codes="int4", group_rows=rows) for rows in GROUP_ROWS),
-        spec(120, 32, codes="int4", group_rows=64, window=True),
-        spec(128, 16, codes="int8", packed=True),
-        spec(128, 4, codes="int4", group_rows=64, recent=True, packed=True),
-        *(spec(128, 4, codes="int4", group_rows=rows, recent=True) for rows in GROUP_ROWS),
-        spec(96, 4, codes="int4", group_rows=64, recent=True, window=True, batch_invariant=True),
+        *(spec(width, cache_format="int8") for width in CODE_HEAD_DIMS),
+        *(spec(128, rows, cache_format="float8_e4m3") for rows in (4, 32) if not too_old),
+        *(spec(128, 4, cache_format="int4", group_rows=rows) for rows in GROUP_ROWS),
+        spec(120, 32, cache_format="int4", group_rows=64, window=True),
+        spec(128, 16, cache_format="int8", packed=True),
+        spec(128, 4, cache_format="int4", group_rows=64, recent=True, packed=True),
+        *(spec(128, 4, cache_format="int4", group_rows=rows, recent=True) for rows in GROUP_ROWS),
+        spec(
+            96,
+            4,
+            cache_format="int4",
+            group_rows=64,
+            recent=True,
+            window=True,
+            batch_invariant=True,
+        ),
         *(spec(128, rows, batch=1) for rows in (4, 32)),
-        spec(128, codes="int8", batch=1),
-        *(spec(128, codes="int4", group_rows=64, recent=new, batch=1) for new in (False, True)),
-        spec(128, codes="int4", group_rows=64, batch=128),
-        spec(128, codes="int8", batch=128),
-        *([] if too_old else [spec(128, codes="float8_e4m3", batch=128)]),
+        spec(128, cache_format="int8", batch=1),
+        *(
+            spec(128, cache_format="int4", group_rows=64, recent=new, batch=1)
+            for new in (False, True)
+        ),
+        spec(128, cache_format="int4", group_rows=64, batch=128),
+        spec(128, cache_format="int8", batch=128),
+        *([] if too_old else [spec(128, cache_format="float8_e4m3", batch=128)]),
         spec(64, batch=32),
         spec(128, 16, batch=2),
     ]

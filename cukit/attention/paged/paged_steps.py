@@ -97,7 +97,7 @@ class PagedAttention:
         self._batch_invariant = bool(batch_invariant)
         self._options = score_options(_OP, causal, window_size, softcap, scale, None, None)
         self._layers = [stored_parts(_OP, k, v) for k, v in zip(k_caches, v_caches, strict=True)]
-        codes, k_cache, *_ = self._layers[0]
+        cache_format, k_cache, *_ = self._layers[0]
         self._recent = None if recent is None else [*zip(*recent, strict=True)]
         if self._recent is not None and len(self._recent) != len(self._layers):
             raise ArrayShapeError(
@@ -105,7 +105,7 @@ class PagedAttention:
                 f"{len(self._recent)} and {len(self._layers)}"
             )
         (self._sinks,) = adopt(_OP, sinks)
-        if dtype is None and codes:
+        if dtype is None and cache_format:
             raise ConfigError(f"{_OP}: quantised caches require the dtype of the queries")
         self.dtype = np.dtype(k_cache.dtype) if dtype is None else np.dtype(dtype)
         self.num_heads_q = int(num_heads_q)
@@ -231,12 +231,12 @@ class PagedAttention:
             if (requests, seq_len_q) in self._reserved:
                 continue
             for layer in self._kinds:
-                codes, k_cache, *_ = self._layers[layer]
-                width = k_cache.shape[-1] * (2 if codes == "int4" else 1)
+                cache_format, k_cache, *_ = self._layers[layer]
+                width = k_cache.shape[-1] * (2 if cache_format == "int4" else 1)
                 shape = requests, seq_len_q, self.num_heads_q, width
                 q = _described(self._table, shape, self.dtype)
                 flags = self._batch_invariant, self._scratch
-                reserve(self._arrays(q, layer), codes, self._options, *flags)
+                reserve(self._arrays(q, layer), cache_format, self._options, *flags)
             self._reserved.add((requests, seq_len_q))
 
     def _arrays(self, q: Array, layer: int, out: Array | None = None) -> PagedArrays:

@@ -189,7 +189,7 @@ RowLaunch = Callable[[slice, Array], tuple[Callable[..., None], tuple[Array | No
 """Maps a chunk of tokens and its logits to a launch and its first arguments."""
 
 
-def evaluate_heads(
+def evaluate_head(
     op: str,
     head: Head,
     columns: int,
@@ -228,7 +228,8 @@ def evaluate_heads(
         outputs = [None if each is None else each[chunk] for each in row_losses]
         launch(
             *inputs, part_of(rows.targets, chunk), part_of(rows.token_weights, chunk),
-            *outputs[0 if soft else 1 :], part, part_of(grad_loss, chunk), count, then=(factors,),
+            *outputs[0 if soft else 1 :], part, part_of(grad_loss, chunk), count,
+            trailing_args=(factors,),
         )  # fmt: skip
         gradients.add(chunk, part)
     if communicator is not None:
@@ -284,7 +285,7 @@ class HeadGradients:
         communicator: Communicator | None,
         chunk_tokens: int,
     ) -> None:
-        """flat: `head` with the columns in use. communicator: as in :func:`evaluate_heads`."""
+        """flat: `head` with the columns in use. communicator: as in :func:`evaluate_head`."""
         self._communicator = communicator
         if communicator is not None:
             self._partials = empty(flat.hidden, (chunk_tokens, flat.hidden.shape[1]), np.float32)

@@ -137,9 +137,9 @@ def normalizer_of(rows: RowOptions, num_rows: int) -> tuple[float, Array | None]
     if like is None:
         return float(max(num_rows, 1)), None
     count = empty(like, (), np.float32)
-    _prepare_count(rows.targets, weights)(
-        rows.targets, weights, count, then=(np.int64(num_rows), np.int64(rows.ignore_index))
-    )
+    scalars = (np.int64(num_rows), np.int64(rows.ignore_index))
+    launch = _prepare_count(rows.targets, weights)
+    launch(rows.targets, weights, count, trailing_args=scalars)
     return 1.0, count
 
 
@@ -187,7 +187,7 @@ def evaluate_rows(
     outputs = empty_rows(logits, num_rows, options, soft)
     launch(
         *inputs, rows.targets, rows.token_weights, *outputs[0 if soft else 1 :], grad, grad_loss,
-        count, then=(factors_of(options, factor / divisor),),
+        count, trailing_args=(factors_of(options, factor / divisor),),
     )  # fmt: skip
     return reduce_rows(*outputs, rows, options, divisor, count) if return_loss else None
 
@@ -229,7 +229,7 @@ def reduce_rows(
         hard_rows,
         normalizer,
         totals,
-        then=(np.float32(1.0 / divisor), np.float32(weights[0]), np.float32(weights[1])),
+        trailing_args=(np.float32(1.0 / divisor), np.float32(weights[0]), np.float32(weights[1])),
     )
     return Losses(totals[0], totals[1], totals[2])
 

@@ -40,11 +40,11 @@ from cukit.errors import ArrayError, ArrayShapeError
 TAILS = ("renormalise", "bucket")
 SAMPLED = "sampled"
 _BY_NUMBER = (*TAILS, SAMPLED)
-MAX_KNOWN = 1024
+MAX_TEACHER_TOKENS = 1024
 """Maximum number of teacher tokens per row."""
 
 
-class KnownTokens(NamedTuple):
+class TeacherTokens(NamedTuple):
     """A teacher's tokens for each row, with log-probabilities or weights: arrays [..., tokens].
 
     Top-k tokens have log_probs and no weights; samples may have either, both or neither.
@@ -73,25 +73,25 @@ class KnownTokens(NamedTuple):
         any id.
         """
         sampled = tail == SAMPLED
-        named, tokens = self.named(tail), self.ids
+        named, ids = self.named(tail), self.ids
         name, *values = named
-        check_array(op, name, tokens, dtypes=(int32,), shape=(*row_shape, None))
-        most = MAX_KNOWN if sampled else min(MAX_KNOWN, vocab_size)
-        if not 1 <= tokens.shape[-1] <= most:
+        check_array(op, name, ids, dtypes=(int32,), shape=(*row_shape, None))
+        most = MAX_TEACHER_TOKENS if sampled else min(MAX_TEACHER_TOKENS, vocab_size)
+        if not 1 <= ids.shape[-1] <= most:
             raise ArrayShapeError(
-                f"{op}: {name} must have 1 to {most} tokens per row, got {tokens.shape[-1]}"
+                f"{op}: {name} must have 1 to {most} tokens per row, got {ids.shape[-1]}"
             )
         dtypes = (float32, float64) if wide else (float32,)
         for each in values:
             if named[each] is not None or not sampled:
-                check_array(op, each, named[each], dtypes=dtypes, shape=tokens.shape)
-        if isinstance(tokens, np.ndarray):
-            wrong = (tokens < 0) | (tokens >= vocab_size)
+                check_array(op, each, named[each], dtypes=dtypes, shape=ids.shape)
+        if isinstance(ids, np.ndarray):
+            wrong = (ids < 0) | (ids >= vocab_size)
             if self.weights is not None:
                 wrong &= self.weights != 0
             if wrong.any():
                 raise ArrayError(
-                    f"{op}: {name} must be in 0..{vocab_size - 1}, got {tokens[wrong][0]}"
+                    f"{op}: {name} must be in 0..{vocab_size - 1}, got {ids[wrong][0]}"
                 )
 
 
@@ -113,7 +113,7 @@ class TopkConfig:
             ("DTYPE", self.dtype),
             ("ID", self.index_dtype),
             *self.split.defines(),
-            ("MAX_KNOWN", MAX_KNOWN),
+            ("MAX_KNOWN", MAX_TEACHER_TOKENS),
             ("GRAD", self.grad),
             ("TAIL", _BY_NUMBER.index(self.tail)),
             ("HARD", self.hard),
@@ -144,7 +144,7 @@ def plan_topk_divergence(
     The teacher's tokens leave less shared memory for caching the row."""
     sweeps = 2 if grad else 1
     split = split_vocabulary(
-        vocab_size, itemsize, vec, 1, sweeps, device, reserved=4 * MAX_KNOWN, **choice
+        vocab_size, itemsize, vec, 1, sweeps, device, reserved=4 * MAX_TEACHER_TOKENS, **choice
     )
     return TopkConfig(dtype, index_dtype, grad, hard, transform, tail, split)
 
@@ -215,11 +215,11 @@ def plan_launch(
     return Launch(load_kernel(config.spec()), grid, scalars)
 
 
-def evaluate_known(
+def evaluate_teacher_tokens(
     op: str,
     reference: Callable[..., Any],
     student_logits: Array,
-    known: KnownTokens,
+    tokens: TeacherTokens,
     tail: str,
     options: LossOptions,
     rows: RowOptions,
@@ -227,26 +227,26 @@ def evaluate_known(
     inplace: bool,
 ) -> Any:
     """The loss, or `(loss, grad)`. reference: the CPU implementation of `op`."""
-    student_logits, *arrays = adopt(op, student_logits, *known)
-    known = KnownTokens(*arrays)
+    student_logits, *arrays = adopt(op, student_logits, *tokens)
+    tokens = TeacherTokens(*arrays)
     check_flag(op, "return_grad", return_grad)
     check_flag(op, "inplace", inplace)
     rows = rows.adopt(op)
     options = options.check(op, rows.targets)
-    if not runs_kernel(op, student_logits, *known, *rows.arrays):
-        _check(op, student_logits, known, tail, rows, options.hard)
+    if not runs_kernel(op, student_logits, *tokens, *rows.arrays):
+        _check(op, student_logits, tokens, tail, rows, options.hard)
         given = {**options.of_student(), **rows._asdict(), "return_grad": return_grad}
-        result = reference(student_logits, **known.named(tail), **given)
+        result = reference(student_logits, **tokens.named(tail), **given)
         if inplace and return_grad:
             return result[0], write_out(student_logits, result[1])
         return result
     grad = empty_gradient(op, "student_logits", student_logits, inplace) if return_grad else None
     _, grad_loss = rows.upstream()
     launch = _prepare(
-        op, student_logits, *known, tail, rows.targets, rows.token_weights, grad, grad_loss,
+        op, student_logits, *tokens, tail, rows.targets, rows.token_weights, grad, grad_loss,
         options.hard, options.transforms, rows.ignore_index, rows.vocab_size, rows.reduction,
     )  # fmt: skip
-    operands = (student_logits, known.log_probs, known.weights, known.ids)
+    operands = (student_logits, tokens.log_probs, tokens.weights, tokens.ids)
     losses = evaluate_rows(launch, operands, options, rows, grad)
     assert losses is not None
     return losses.loss if grad is None else (losses.loss, grad)
@@ -273,8 +273,8 @@ def _prepare(
     rows = RowOptions(
         targets, token_weights, ignore_index, vocab_size, reduction, grad_loss=grad_loss
     )
-    known = KnownTokens(ids, weights, log_probs)
-    columns = _check(op, student_logits, known, tail, rows, hard)
+    tokens = TeacherTokens(ids, weights, log_probs)
+    columns = _check(op, student_logits, tokens, tail, rows, hard)
     check_array(op, "student_logits", student_logits, dtypes=KERNEL_DTYPES)
     arrays = (student_logits, ids, grad, grad_loss, rows)
     return plan_launch(*arrays, tail, hard, transform, columns, student_logits.shape[-1])
@@ -283,7 +283,7 @@ def _prepare(
 def _check(
     op: str,
     student_logits: Array,
-    known: KnownTokens,
+    tokens: TeacherTokens,
     tail: str,
     rows: RowOptions,
     hard: bool,
@@ -292,6 +292,6 @@ def _check(
     check_array(op, "student_logits", student_logits, dtypes=FLOAT_DTYPES, min_ndim=1)
     *row_shape, width = student_logits.shape
     columns = common_vocabulary(op, rows.vocab_size, student_logits=width)
-    known.check(op, tuple(row_shape), columns, tail, wide=student_logits.dtype == float64)
+    tokens.check(op, tuple(row_shape), columns, tail, wide=student_logits.dtype == float64)
     rows.check(op, tuple(row_shape), columns if hard else None)
     return columns

@@ -13,7 +13,7 @@ from cukit.distill.losses._linear_loss import (
     HeadOptions,
     LinearLossConfig,
     RowLaunch,
-    evaluate_heads,
+    evaluate_head,
 )
 from cukit.distill.losses._loss_options import RowOptions, common_vocabulary
 from cukit.distill.losses._row_loss import SHARDED_ROWS, count_spec, total_spec
@@ -95,7 +95,7 @@ def linear_cross_entropy(
 
         return launch
 
-    losses, gradients = evaluate_heads(
+    losses, gradients = evaluate_head(
         _OP, head, columns, rows, options, head_options, row_launch, soft=False
     )
     return LinearCrossEntropyResult(

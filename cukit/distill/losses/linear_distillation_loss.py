@@ -21,7 +21,7 @@ from cukit.distill.losses._linear_loss import (
     LinearLossConfig,
     RowLaunch,
     empty_logits,
-    evaluate_heads,
+    evaluate_head,
     linear_result,
 )
 from cukit.distill.losses._loss_options import LossOptions, RowOptions, common_vocabulary
@@ -158,7 +158,7 @@ def evaluate(
 
         return launch
 
-    losses, gradients = evaluate_heads(
+    losses, gradients = evaluate_head(
         op, student, columns, rows, options, head_options, row_launch, tensors=2
     )
     return linear_result(losses, gradients, student.hidden)

@@ -14,7 +14,7 @@ from cukit.distill.losses._linear_loss import (
     HeadOptions,
     LinearLossConfig,
     RowLaunch,
-    evaluate_heads,
+    evaluate_head,
     linear_result,
 )
 from cukit.distill.losses._loss_options import LossOptions, RowOptions, common_vocabulary
@@ -22,7 +22,7 @@ from cukit.distill.losses._row_loss import count_spec, total_spec
 from cukit.distill.losses._topk_rows import (
     SAMPLED,
     TAILS,
-    KnownTokens,
+    TeacherTokens,
     prepare_rows,
     topk_specs,
 )
@@ -94,7 +94,7 @@ def linear_topk_distillation_loss(
     )
     check_choice(_TOPK, "tail", tail, TAILS)
     return _evaluate(
-        _TOPK, Head(hidden, weight, bias), KnownTokens(teacher_ids, None, teacher_log_probs),
+        _TOPK, Head(hidden, weight, bias), TeacherTokens(teacher_ids, None, teacher_log_probs),
         options, rows,
         HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes), tail,
     )  # fmt: skip
@@ -157,7 +157,7 @@ def linear_sampled_distillation_loss(
     )
     return _evaluate(
         _SAMPLED, Head(hidden, weight, bias),
-        KnownTokens(sample_ids, sample_weights, teacher_log_probs), options, rows,
+        TeacherTokens(sample_ids, sample_weights, teacher_log_probs), options, rows,
         HeadOptions(grad_weight, grad_bias, chunk_tokens, workspace_bytes), SAMPLED,
     )  # fmt: skip
 
@@ -165,27 +165,27 @@ def linear_sampled_distillation_loss(
 def _evaluate(
     op: str,
     head: Head,
-    known: KnownTokens,
+    tokens: TeacherTokens,
     options: LossOptions,
     rows: RowOptions,
     head_options: HeadOptions,
     tail: str,
 ) -> LinearKlResult:
     head, head_options, rows = head.adopt(op), head_options.adopt(op), rows.adopt(op)
-    known = KnownTokens(*adopt(op, *known))
+    tokens = TeacherTokens(*adopt(op, *tokens))
     options = options.check(op, rows.targets)
-    on_gpu = runs_kernel(op, *head, *known, *head_options.arrays, *rows.arrays)
-    columns = _check(op, head, known, rows, head_options, options.hard, tail)
+    on_gpu = runs_kernel(op, *head, *tokens, *head_options.arrays, *rows.arrays)
+    columns = _check(op, head, tokens, rows, head_options, options.hard, tail)
     if not on_gpu:
         function: Callable[..., LinearKlResult] = getattr(reference, op)
         extra = {} if tail == SAMPLED else {"tail": tail}
         return function(
-            *head[:2], bias=head.bias, **known.named(tail), **extra, **options.of_student(),
+            *head[:2], bias=head.bias, **tokens.named(tail), **extra, **options.of_student(),
             **rows._asdict(), **head_options._asdict(),
         )  # fmt: skip
     check_array(op, "hidden", head.hidden, dtypes=KERNEL_DTYPES)
-    k = known.ids.shape[-1]
-    values = (known.log_probs, known.weights, known.ids)
+    k = tokens.ids.shape[-1]
+    values = (tokens.log_probs, tokens.weights, tokens.ids)
     flat = [None if value is None else value.reshape(-1, k) for value in values]
     kind = (tail, options.hard, options.transforms, rows.ignore_index)
 
@@ -197,14 +197,14 @@ def _evaluate(
 
         return launch
 
-    losses, gradients = evaluate_heads(op, head, columns, rows, options, head_options, row_launch)
+    losses, gradients = evaluate_head(op, head, columns, rows, options, head_options, row_launch)
     return linear_result(losses, gradients, head.hidden)
 
 
 def _check(
     op: str,
     head: Head,
-    known: KnownTokens,
+    tokens: TeacherTokens,
     rows: RowOptions,
     head_options: HeadOptions,
     hard: bool,
@@ -214,7 +214,7 @@ def _check(
     head.check(op, "", None)
     row_shape = head.hidden.shape[:-1]
     columns = common_vocabulary(op, rows.vocab_size, weight=head.weight.shape[0])
-    known.check(op, row_shape, columns, tail, wide=head.hidden.dtype == float64)
+    tokens.check(op, row_shape, columns, tail, wide=head.hidden.dtype == float64)
     rows.check(op, row_shape, columns if hard else None)
     head_options.check(op, head)
     return columns

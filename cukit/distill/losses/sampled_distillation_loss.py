@@ -9,7 +9,12 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec
 from cukit.distill.losses._loss_options import LossOptions, RowOptions
 from cukit.distill.losses._row_loss import count_spec, total_spec
-from cukit.distill.losses._topk_rows import SAMPLED, KnownTokens, evaluate_known, topk_specs
+from cukit.distill.losses._topk_rows import (
+    SAMPLED,
+    TeacherTokens,
+    evaluate_teacher_tokens,
+    topk_specs,
+)
 from cukit.reference import losses as reference
 from cukit.registry import register
 
@@ -81,9 +86,9 @@ def sampled_distillation_loss(
     rows = RowOptions(
         targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
-    return evaluate_known(
+    return evaluate_teacher_tokens(
         _OP, reference.sampled_distillation_loss, student_logits,
-        KnownTokens(sample_ids, sample_weights, teacher_log_probs), SAMPLED, options, rows,
+        TeacherTokens(sample_ids, sample_weights, teacher_log_probs), SAMPLED, options, rows,
         return_grad, inplace,
     )  # fmt: skip
 

@@ -20,10 +20,10 @@ from cukit.core.scalars import check_choice, check_integer, check_number
 from cukit.distill.losses._loss_options import LossOptions, RowOptions
 from cukit.distill.losses._row_loss import count_spec, total_spec
 from cukit.distill.losses._topk_rows import (
-    MAX_KNOWN,
+    MAX_TEACHER_TOKENS,
     TAILS,
-    KnownTokens,
-    evaluate_known,
+    TeacherTokens,
+    evaluate_teacher_tokens,
     topk_specs,
 )
 from cukit.reference import losses as reference
@@ -97,9 +97,9 @@ def topk_distillation_loss(
         targets, token_weights, ignore_index, vocab_size, reduction, normalizer, grad_loss
     )
     check_choice(_OP, "tail", tail, TAILS)
-    return evaluate_known(
+    return evaluate_teacher_tokens(
         _OP, partial(reference.topk_distillation_loss, tail=tail), student_logits,
-        KnownTokens(teacher_ids, None, teacher_log_probs), tail, options, rows,
+        TeacherTokens(teacher_ids, None, teacher_log_probs), tail, options, rows,
         return_grad, inplace,
     )  # fmt: skip
 
@@ -129,7 +129,7 @@ def teacher_top_k(
     op = "teacher_top_k"
     (teacher_logits,) = adopt(op, teacher_logits)
     check_array(op, "teacher_logits", teacher_logits, dtypes=FLOAT_DTYPES, min_ndim=1)
-    check_integer(op, "k", k, least=1, most=min(MAX_KNOWN, teacher_logits.shape[-1]))
+    check_integer(op, "k", k, least=1, most=min(MAX_TEACHER_TOKENS, teacher_logits.shape[-1]))
     check_number(op, "temperature", temperature, above=0)
     xp = namespace(teacher_logits)
     rows = teacher_logits.reshape(-1, teacher_logits.shape[-1])

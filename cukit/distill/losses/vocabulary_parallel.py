@@ -44,7 +44,7 @@ from cukit.distill.losses._linear_loss import (
     LinearLossConfig,
     RowLaunch,
     empty_logits,
-    evaluate_heads,
+    evaluate_head,
     linear_result,
 )
 from cukit.distill.losses._loss_options import LossOptions, RowOptions, RowShard
@@ -57,7 +57,7 @@ _ALIGNMENT = 8
 _STATE_FLOATS = 12
 """Floats of softmax statistics per row and process, see kernels_cu/distill/row_shard.cuh."""
 _FEWEST_ROWS = 128
-"""Minimum rows of half a chunk: a smaller chunk is not split."""
+"""Minimum rows of half a chunk: a chunk with fewer than twice as many rows is not split."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class VocabularyShard:
         vocab_size: of the whole vocabulary, without padding.
 
     Raises:
-        ConfigError: there are too few tokens for each process to have at least one.
+        ConfigError: vocab_size is below the number of processes, or this process has no tokens.
     """
 
     communicator: Communicator
@@ -222,7 +222,7 @@ def vocabulary_parallel_distillation_loss(
 
         return of_chunk
 
-    losses, gradients = evaluate_heads(
+    losses, gradients = evaluate_head(
         op, student, shard.size, rows, options, head_options, row_launch, tensors=2,
         communicator=shard.communicator,
     )  # fmt: skip
@@ -278,7 +278,7 @@ def vocabulary_parallel_cross_entropy(
         return launch
 
     sharded_rows = _ShardedRows(shard.communicator, phase, False)
-    losses, gradients = evaluate_heads(
+    losses, gradients = evaluate_head(
         op, head, shard.size, rows, options, head_options,
         lambda config: lambda chunk, logits: (sharded_rows, (logits,)), soft=False,
         communicator=shard.communicator,
@@ -306,7 +306,7 @@ class _ShardedRows:
     ) -> None:
         self._communicator, self._phase, self._centred = communicator, phase, centred
 
-    def __call__(self, *arrays: Any, then: tuple[Any, ...]) -> None:
+    def __call__(self, *arrays: Any, trailing_args: tuple[Any, ...]) -> None:
         logits, communicator = arrays[0], self._communicator
         halves = _halves(len(logits))
         parts = [tuple(_rows(array, half) for array in arrays) for half in halves]
@@ -318,9 +318,9 @@ class _ShardedRows:
         for number in (1, 2, 3) if self._centred else (1, 3):
             for index, part in enumerate(parts):
                 if number == 1:
-                    self._run(1, part, None, states[index], then)
+                    self._run(1, part, None, states[index], trailing_args)
                 else:
-                    self._run(number, part, gathered[index], sums[index], then)
+                    self._run(number, part, gathered[index], sums[index], trailing_args)
                 # Wait for the other half's exchange, which overlaps this launch.
                 communicator.join()
                 if number < 3:
@@ -333,13 +333,18 @@ class _ShardedRows:
                     communicator.join()
 
     def _run(
-        self, number: int, arrays: tuple[Any, ...], gathered: Any, own: Any, then: tuple[Any, ...]
+        self,
+        number: int,
+        arrays: tuple[Any, ...],
+        gathered: Any,
+        own: Any,
+        trailing_args: tuple[Any, ...],
     ) -> None:
         *inputs, grad, grad_loss, normalizer = arrays
         if number < 3:
             grad = None
         launch = self._phase(number, arrays)
-        launch(*inputs, grad, grad_loss, normalizer, gathered, own, then=then)
+        launch(*inputs, grad, grad_loss, normalizer, gathered, own, trailing_args=trailing_args)
 
 
 def _halves(rows: int) -> list[slice]:

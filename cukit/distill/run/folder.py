@@ -30,7 +30,7 @@ SETTINGS = "settings.json"
 CHECKPOINT = "checkpoint.safetensors"
 REPORT = "report.json"
 
-_MOMENT_BYTES = 12
+_ADAMW_BYTES = 12
 """Bytes of AdamW state per parameter: master copy and two moments in float32."""
 
 
@@ -158,7 +158,7 @@ def _check_space(folder: Path, ground: Path, settings: DistillSettings) -> None:
     teacher, student = settings.teacher_config(), settings.student_config()
     itemsize = teacher.array_dtype.itemsize
     largest = max(teacher.num_parameters, student.num_parameters)
-    needed = 2 * largest * (itemsize + _MOMENT_BYTES)
+    needed = 2 * largest * (itemsize + _ADAMW_BYTES)
     students = len(phases_of(settings)) - 1
     needed += (teacher.num_parameters + students * student.num_parameters) * itemsize
     free = shutil.disk_usage(ground).free

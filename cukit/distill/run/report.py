@@ -92,8 +92,8 @@ class DistillReport:
         gain, helped = self.gain, self.helped
         if gain.num_windows < FEWEST_WINDOWS:
             return (
-                f"No difference seen: {gain.num_windows} windows of validation text are too few "
-                f"to compare the students; at least {FEWEST_WINDOWS} are needed. Use more text."
+                f"No significant difference: {gain.num_windows} windows of validation text are too "
+                f"few to compare the students; at least {FEWEST_WINDOWS} are needed. Use more text."
             )
         size = abs(gain.bits_per_byte)
         evidence = (
@@ -103,8 +103,8 @@ class DistillReport:
         if helped is None:
             way = "better" if gain.bits_per_byte > 0 else "worse"
             return (
-                f"No difference seen: the distilled student is {size:.4f} bits per byte {way} than "
-                f"the same student trained alone {evidence}."
+                f"No significant difference: the distilled student is {size:.4f} bits per byte "
+                f"{way} than the same student trained alone {evidence}."
             )
         if not helped:
             return (

@@ -1,7 +1,7 @@
 """The training loop: batches, gradient accumulation, clipping, AdamW, statistics.
 
-`Trainer` trains the teacher, the student with a teacher and the student without. No step waits for
-the GPU: schedules are evaluated on the host, the clipping factor stays on the device, and
+`Trainer` trains the teacher, the distilled student and the student without a teacher. No step waits
+for the GPU: schedules are evaluated on the host, the clipping factor stays on the device, and
 statistics are device scalars until they are read.
 """
 

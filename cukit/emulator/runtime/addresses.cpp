@@ -10,7 +10,7 @@ namespace {
 constexpr unsigned kRankShift = 24;
 constexpr std::uint32_t kAlignment = 1024;
 
-std::uint32_t first_dynamic(const Cluster& cluster) {
+std::uint32_t first_dynamic(const ClusterRunner& cluster) {
   const auto static_bytes = static_cast<std::uint32_t>(cluster.module->static_bytes);
   return (static_bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
@@ -47,7 +47,7 @@ std::uint32_t map_to_rank(std::uint32_t address, unsigned rank) {
 std::uint32_t local_address(std::uint32_t address) { return address & ((1u << kRankShift) - 1); }
 
 Place place_of(const Fiber& me, std::uint32_t address, std::size_t bytes) {
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   const unsigned tag = address >> kRankShift;
   if (tag > cluster.num_blocks) {
     fault(format("out of bounds: 0x%08x is not a shared memory address of this cluster\n  ",

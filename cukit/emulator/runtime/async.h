@@ -18,8 +18,8 @@ struct Fiber;
 // An engine's work: done immediately, or, in the late mode, when a thread waits for it.
 using Work = std::function<void()>;
 
-// A copy into shared memory that has not been waited for yet.
-struct Landing {
+// A copy into shared memory that no thread has waited for yet.
+struct PendingCopy {
   Block* block;
   unsigned char* pointer;
   std::size_t bytes;
@@ -61,7 +61,7 @@ struct Mbarrier {
   std::vector<unsigned> arrivals; // agents that have arrived in this phase
   std::vector<Fiber*> waiters;
   std::vector<Work> late;         // deferred copies that complete on it
-  std::vector<Landing> landings;
+  std::vector<PendingCopy> pending_copies;
   unsigned engine = 0;
   const Fiber* initialiser = nullptr;
   std::uint32_t initialised = 0;  // the initialiser's epoch
@@ -76,7 +76,7 @@ struct WarpGroup {
   static constexpr unsigned kThreads = 128;
 
   // Threads that have reached a warpgroup-wide instruction and wait for the others.
-  struct Meeting {
+  struct WarpgroupRendezvous {
     const char* name = nullptr;  // null until the first thread arrives
     unsigned arrived[kWarps] = {};
     unsigned count = 0;
@@ -84,7 +84,7 @@ struct WarpGroup {
   };
   struct Product {
     std::uint64_t group;
-    std::uint32_t number;          // of Cluster::register_events
+    std::uint32_t number;          // of ClusterRunner::register_events
     std::uint32_t epochs[kWarps];  // of the warps' engines
     const void* call;
     std::size_t accumulators;      // offset in each thread's stack
@@ -102,7 +102,7 @@ struct WarpGroup {
     unsigned products = 0;
     std::vector<float> values;
   };
-  Meeting meeting;
+  WarpgroupRendezvous rendezvous;
   std::uint64_t open = 0;  // number of the group that new wgmmas join
   std::vector<Product> products;
   std::vector<Shaped> shaped;

@@ -6,7 +6,7 @@
 namespace cukit::emulator {
 
 void advance(Fiber& fiber) {
-  Cluster& cluster = *fiber.block->cluster;
+  ClusterRunner& cluster = *fiber.block->cluster;
   if (++fiber.epoch > cluster.newest_epoch) cluster.newest_epoch = fiber.epoch;
 }
 
@@ -34,7 +34,7 @@ namespace {
 
 // Orders each fiber of a group after all others: afterwards they share one clock.
 template <typename ForEach>
-void join(Cluster& cluster, const ForEach& for_each, Clock* joined) {
+void join(ClusterRunner& cluster, const ForEach& for_each, Clock* joined) {
   const Clock* last = nullptr;
   for_each([&](Fiber& fiber) {
     if (joined == nullptr) joined = cluster.clocks.copy(fiber.seen);
@@ -126,7 +126,7 @@ void open_block_barriers(Block& block) {
   }
 }
 
-std::string stuck_barriers(const Cluster& cluster) {
+std::string stuck_barriers(const ClusterRunner& cluster) {
   std::string text;
   for (unsigned b = 0; b < cluster.num_blocks; ++b) {
     const Block& block = *cluster.blocks[b];
@@ -211,7 +211,7 @@ void arrive_named(unsigned number, unsigned threads) {
   if (complete(*me.block, barrier)) open(*me.block, barrier, nullptr);
 }
 
-void open_cluster_barrier(Cluster& cluster) {
+void open_cluster_barrier(ClusterRunner& cluster) {
   cluster.arrived = 0;
   ++cluster.generation;
   cluster.clocks.release(cluster.cluster_last);
@@ -226,7 +226,7 @@ void open_cluster_barrier(Cluster& cluster) {
 
 void cluster_arrive() {
   CUKIT_ENTER(me);
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   if (me.cluster_arrived) {
     fault("mismatched barrier: a thread arrives at the cluster barrier twice without waiting in "
           "between\n  " + name_of(me) + " " + where(me.call));
@@ -239,7 +239,7 @@ void cluster_arrive() {
 
 void cluster_wait() {
   CUKIT_ENTER(me);
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   if (!me.cluster_arrived) {
     fault("mismatched barrier: a thread waits at the cluster barrier without having arrived\n  " +
           name_of(me) + " " + where(me.call));

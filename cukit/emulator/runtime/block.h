@@ -25,7 +25,7 @@ constexpr unsigned kNamedBarriers = 16;
 constexpr unsigned kEngines = 64;  // agents besides the threads: asynchronous copies and wgmma
 
 struct Block;
-struct Cluster;
+struct ClusterRunner;
 struct Warp;
 
 enum class State : std::uint8_t { Ready, Waiting, Exited };
@@ -93,7 +93,7 @@ struct Fiber : Thread {
 };
 
 // Lanes that have reached one warp collective and wait for the rest of its mask.
-struct Meeting {
+struct WarpRendezvous {
   const char* name;
   void (*complete)(Block&, Warp&, unsigned kind, unsigned lanes);
   unsigned kind;
@@ -107,7 +107,7 @@ struct Warp {
   unsigned lanes = 0;  // mask of lanes that exist
   unsigned live = 0;   // mask of lanes that have not exited
   unsigned ready = 0;  // mask of lanes that can run
-  std::vector<Meeting> meetings;
+  std::vector<WarpRendezvous> rendezvous;
 };
 
 struct Barrier {
@@ -124,7 +124,7 @@ struct Barrier {
 };
 
 struct Block {
-  Cluster* cluster = nullptr;
+  ClusterRunner* cluster = nullptr;
   unsigned rank = 0;
   uint3 index{};
   std::vector<Fiber*> fibers;
@@ -203,7 +203,9 @@ struct Watch {
   std::chrono::steady_clock::time_point since{};
 };
 
-struct Cluster {
+// Runs clusters, one after another, on a worker's OS thread. Keeps its stacks, blocks and shadows
+// from cluster to cluster and from launch to launch.
+struct ClusterRunner {
   Run* run = nullptr;
   Worker* worker = nullptr;
   const Launch* launch = nullptr;
@@ -233,7 +235,7 @@ struct Cluster {
   std::uint32_t engine_epoch[kEngines] = {};
   std::uint32_t register_events = 0;  // wgmma fences and wgmmas, over all launches
 
-  ~Cluster();
+  ~ClusterRunner();
   // Runs the cluster of this number to its end, or until any worker finds a fault.
   void execute(std::uint64_t number);
 
@@ -268,7 +270,7 @@ void make_ready(Block& block, Warp& warp, unsigned lanes);
 inline void make_ready(Fiber& fiber) { make_ready(*fiber.block, *fiber.warp, 1u << fiber.lane); }
 // Switches to another fiber if the launch has a seed: after a barrier any thread may run first.
 void shuffle_order();
-std::uint32_t random_number(Cluster& cluster);
+std::uint32_t random_number(ClusterRunner& cluster);
 
 // Returns once every live lane of `mask` has called it with the same arguments; `complete` runs
 // once, before any call returns.
@@ -291,23 +293,23 @@ void open_block_barriers(Block& block);
 bool is_guard(const Module& module, std::size_t byte);
 // One line for each barrier that threads wait at: the arrivals and the bytes of copies it is
 // missing.
-std::string stuck_barriers(const Cluster& cluster);
+std::string stuck_barriers(const ClusterRunner& cluster);
 // "0-31, 64" for sorted numbers.
 std::string list_of(const std::vector<unsigned>& threads);
 // To be called when every thread has arrived at the cluster barrier or exited.
-void open_cluster_barrier(Cluster& cluster);
+void open_cluster_barrier(ClusterRunner& cluster);
 
 // One line for each warp-wide or warpgroup-wide instruction that is missing threads.
-std::string missing_threads(const Cluster& cluster);
+std::string missing_threads(const ClusterRunner& cluster);
 
 // Which threads wait, where and for what, and which have exited: each line begins with a newline.
-std::string waiting_threads(const Cluster& cluster);
+std::string waiting_threads(const ClusterRunner& cluster);
 
 // Abandons the cluster's threads: execute() returns.
-[[noreturn]] void abandon(Cluster& cluster);
+[[noreturn]] void abandon(ClusterRunner& cluster);
 
 // Does the work that the late mode has deferred and threads wait for. False if there is none.
-bool finish_late_work(Cluster& cluster);
+bool finish_late_work(ClusterRunner& cluster);
 
 // Ends the launch with this report; cukit/emulator/report.py turns where(address) into a source
 // line.

@@ -22,7 +22,7 @@ bool late(const Fiber& me) { return me.block->cluster->launch->late != 0; }
 // The late mode's copies need fixed addresses. A cluster's static shared memory changes place when
 // another of its blocks runs; dynamic shared memory does not.
 void require_steady(const Fiber& me, const Block& block, const unsigned char* pointer) {
-  const Cluster& cluster = *me.block->cluster;
+  const ClusterRunner& cluster = *me.block->cluster;
   const auto at = static_cast<std::size_t>(pointer - block.dynamic_shared);
   if (cluster.num_blocks > 1 && at >= cluster.launch->dynamic_bytes) {
     fault("not emulated: a bulk copy of static shared memory in a cluster with late=True; use "
@@ -71,7 +71,7 @@ void cp_async_wait(unsigned pending) {
   while (done < copies.size() && copies[done].group + pending < me.copies.open) {
     Copy& copy = copies[done++];
     if (copy.work) copy.work();
-    if (checked()) set_landed(*me.block, copy.to, copy.bytes, thread_actor(me));
+    if (checked()) set_written(*me.block, copy.to, copy.bytes, thread_actor(me));
   }
   copies.erase(copies.begin(), copies.begin() + static_cast<std::ptrdiff_t>(done));
 }
@@ -121,7 +121,7 @@ Mbarrier& mbarrier_at(Fiber& me, std::uint32_t address, const char* use, bool by
 }
 
 // Completes the phase if every thread has arrived and every byte has been copied.
-void complete_phase(Cluster& cluster, Mbarrier& barrier) {
+void complete_phase(ClusterRunner& cluster, Mbarrier& barrier) {
   if (barrier.pending != 0 || barrier.transactions != 0) return;
   ++barrier.phase;
   barrier.pending = barrier.expected;
@@ -137,7 +137,7 @@ void complete_phase(Cluster& cluster, Mbarrier& barrier) {
 // Threads that wait for the phase are ordered after the copies and wgmmas that this thread has
 // waited for, but not after its own accesses.
 void release_engines_to(const Fiber& me, Clock** into) {
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   if (*into == nullptr) *into = cluster.clocks.filled(cluster.base_epoch);
   for (unsigned agent = cluster.first_engine(); agent < cluster.first_engine() + kEngines; ++agent) {
     (*into)->seen[agent] = std::max((*into)->seen[agent], me.seen->seen[agent]);
@@ -213,14 +213,14 @@ void mbarrier_wait(std::uint32_t address, unsigned parity) {
   if (!checked()) return;
   acquire_from(me, barrier.completed);
   std::size_t kept = 0;
-  for (Landing& landing : barrier.landings) {
-    if (landing.phase < barrier.phase) {
-      set_landed(*landing.block, landing.pointer, landing.bytes, landing.actor);
+  for (PendingCopy& copy : barrier.pending_copies) {
+    if (copy.phase < barrier.phase) {
+      set_written(*copy.block, copy.pointer, copy.bytes, copy.actor);
     } else {
-      barrier.landings[kept++] = landing;
+      barrier.pending_copies[kept++] = copy;
     }
   }
-  barrier.landings.resize(kept);
+  barrier.pending_copies.resize(kept);
 }
 
 void start_inbound_copy(Fiber& me, Block& target, std::uint32_t barrier_address, unsigned char* to,
@@ -229,12 +229,12 @@ void start_inbound_copy(Fiber& me, Block& target, std::uint32_t barrier_address,
       me, target.rank == me.block->rank ? local_address(barrier_address)
                                         : map_to_rank(local_address(barrier_address), target.rank),
       "completion of a copy on", true);
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   if (checked()) {
     const Actor actor = engine_actor(me, barrier.engine);
     check_shared(actor, target, to, bytes, Access::Write, swizzle);
     set_pending(target, to, bytes);
-    barrier.landings.push_back({&target, to, bytes, barrier.phase, actor});
+    barrier.pending_copies.push_back({&target, to, bytes, barrier.phase, actor});
     // Threads that wait for the phase are ordered after the copy.
     if (barrier.joined == nullptr) barrier.joined = cluster.clocks.filled(cluster.base_epoch);
     barrier.joined->seen[actor.agent] = actor.epoch;
@@ -352,7 +352,7 @@ void bulk_wait(unsigned pending) {
 }
 
 void order_after_engine(Fiber& me, unsigned engine, std::uint32_t epoch) {
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   const unsigned agent = cluster.first_engine() + engine;
   if (me.seen->seen[agent] >= epoch) return;
   Clock* clock = cluster.clocks.copy(me.seen);

@@ -75,7 +75,7 @@ void for_targets(Fiber& me, unsigned blocks, const Visit& visit) {
     visit(*me.block);
     return;
   }
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   for (unsigned rank = 0; rank < cluster.num_blocks; ++rank) {
     if (blocks >> rank & 1) visit(*cluster.blocks[rank]);
   }

@@ -1,5 +1,5 @@
-// Parts of the runtime that only other projects' sources need (common/emulator/foreign.h).
-#include "common/emulator/foreign.h"
+// Parts of the runtime that only other projects' sources need (common/emulator/third_party.h).
+#include "common/emulator/third_party.h"
 
 #include <algorithm>
 #include <array>

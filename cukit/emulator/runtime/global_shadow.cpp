@@ -14,7 +14,7 @@ namespace {
 // An access of a thread to an element; finds an earlier access that it races with.
 struct ElementCheck {
   const Actor& actor;
-  const Cluster& cluster;
+  const ClusterRunner& cluster;
   Access access;
   bool same_values;  // several threads may write the same value
 
@@ -135,7 +135,7 @@ void GlobalShadow::visit(std::uintptr_t address, std::size_t bytes, const Visit&
 
 void GlobalShadow::check(const Actor& actor, const void* pointer, std::size_t bytes, Access access) {
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
-  const Cluster& cluster = *actor.issuer->block->cluster;
+  const ClusterRunner& cluster = *actor.issuer->block->cluster;
   const ElementCheck element{actor, cluster, access, cluster.launch->same_value_writes != 0};
   visit(address, bytes, [&](GlobalCell& cell, std::uint8_t mask, std::uintptr_t low) {
     std::atomic_flag& lock = locks_[low / kLine % kLocks];
@@ -167,7 +167,7 @@ void GlobalShadow::check(const Actor& actor, const void* pointer, std::size_t by
 }
 
 void GlobalShadow::confirm_guesses(const Fiber& me, const void* pointer, std::size_t bytes) {
-  const Cluster& cluster = *me.block->cluster;
+  const ClusterRunner& cluster = *me.block->cluster;
   visit(reinterpret_cast<std::uintptr_t>(pointer), bytes,
         [&](GlobalCell& cell, std::uint8_t, std::uintptr_t low) {
     std::atomic_flag& lock = locks_[low / kLine % kLocks];

@@ -64,12 +64,12 @@ std::uintptr_t pc_of(const ucontext_t& context) {
 #endif
 }
 
-bool in_kernel(const Cluster& cluster, std::uintptr_t pc) {
+bool in_kernel(const ClusterRunner& cluster, std::uintptr_t pc) {
   return pc >= cluster.module->base && pc < cluster.module->end;
 }
 
 std::string describe(const Fiber& me) {
-  const Cluster& cluster = *me.block->cluster;
+  const ClusterRunner& cluster = *me.block->cluster;
   const auto low = reinterpret_cast<std::uintptr_t>(me.stack_low);
   const bool has_address = reason.code != SI_KERNEL && reason.code > 0;
   switch (reason.signal) {
@@ -98,7 +98,7 @@ std::string describe(const Fiber& me) {
 // Entered from a handler, on the guard's stack: reports and leaves the kernel.
 [[noreturn]] void leave_kernel() {
   Fiber& me = current();
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   if (reason.signal == kTick && cluster.run->stopped()) abandon(cluster);
   // In code outside the kernel's library, the best known place is the kernel's last call to the
   // emulator.
@@ -187,7 +187,7 @@ SignalHandlers::~SignalHandlers() {
 
 std::uint32_t interrupts() { return interrupt_count.load(std::memory_order_relaxed); }
 
-WorkerGuard::WorkerGuard(Cluster& cluster)
+WorkerGuard::WorkerGuard(ClusterRunner& cluster)
     : cluster_(cluster),
       stack_(new unsigned char[kStackBytes]),
       tick_seconds_(std::min(0.05, cluster.launch->patience / 4)) {

@@ -30,12 +30,12 @@ std::uint32_t interrupts();
 // timer that checks whether the kernel makes progress.
 class WorkerGuard {
  public:
-  explicit WorkerGuard(Cluster& cluster);
+  explicit WorkerGuard(ClusterRunner& cluster);
   ~WorkerGuard();
   WorkerGuard(const WorkerGuard&) = delete;
   WorkerGuard& operator=(const WorkerGuard&) = delete;
 
-  Cluster& cluster() const { return cluster_; }
+  ClusterRunner& cluster() const { return cluster_; }
   unsigned char* stack_top() const { return stack_.get() + kStackBytes; }
   // To be called at every tick of the timer. Returns true if the worker must leave the kernel.
   bool overdue();
@@ -48,7 +48,7 @@ class WorkerGuard {
 
   void set_timer(double first_seconds);
 
-  Cluster& cluster_;
+  ClusterRunner& cluster_;
   std::unique_ptr<unsigned char[]> stack_;
   stack_t stack_before_{};
   timer_t timer_{};

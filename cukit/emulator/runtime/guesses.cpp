@@ -33,7 +33,7 @@ void note_guess(const void* pointer, std::uint32_t call) {
 void check_compare(const void* pointer, std::size_t bytes, Access access) {
   CUKIT_ENTER(me);
   if (!checked()) return;
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   Guesses& guesses = cluster.run->guesses;
   if (me.guess.pointer == pointer && me.guess.epoch == me.epoch) guesses.confirm(me.guess.call);
   // A plain read that has not raced may still race with a later atomic of another thread. Marked as

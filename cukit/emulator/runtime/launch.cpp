@@ -76,45 +76,45 @@ unsigned char* static_shared_of(const Module& module) {
   return static_cast<unsigned char*>(__tls_get_addr(index));
 }
 
-// Workers keep their stacks and shadows from launch to launch.
+// Runners keep their stacks and shadows from launch to launch.
 std::mutex idle_mutex;
-std::vector<std::unique_ptr<Cluster>> idle;
+std::vector<std::unique_ptr<ClusterRunner>> idle_runners;
 
-std::unique_ptr<Cluster> take_worker() {
+std::unique_ptr<ClusterRunner> take_runner() {
   const std::lock_guard<std::mutex> lock(idle_mutex);
-  if (idle.empty()) return std::make_unique<Cluster>();
-  std::unique_ptr<Cluster> worker = std::move(idle.back());
-  idle.pop_back();
-  return worker;
+  if (idle_runners.empty()) return std::make_unique<ClusterRunner>();
+  std::unique_ptr<ClusterRunner> runner = std::move(idle_runners.back());
+  idle_runners.pop_back();
+  return runner;
 }
 
 }  // namespace
 
 void work(Run& run, Worker& worker) {
   const FlushSubnormals flush;
-  std::unique_ptr<Cluster> cluster = take_worker();
-  cluster->run = &run;
-  cluster->worker = &worker;
-  cluster->watch = Watch{};
-  cluster->launch = run.launch;
-  cluster->module = &run.module;
-  const WorkerGuard guard(*cluster);
+  std::unique_ptr<ClusterRunner> runner = take_runner();
+  runner->run = &run;
+  runner->worker = &worker;
+  runner->watch = Watch{};
+  runner->launch = run.launch;
+  runner->module = &run.module;
+  const WorkerGuard guard(*runner);
   try {
     for (;;) {
       const std::uint64_t number = run.next.fetch_add(1, std::memory_order_relaxed);
       if (number >= run.clusters || run.stopped()) break;
-      cluster->execute(number);
-      ++cluster->steps;
+      runner->execute(number);
+      ++runner->steps;
     }
   } catch (const std::bad_alloc&) {
     run.record("the host is out of memory for the stacks and shared memory of the blocks");
     worker.done.store(true, std::memory_order_release);
-    return;  // and destroy the half-prepared cluster
+    return;  // and destroy the runner, whose cluster is only half prepared
   }
-  worker.steps.store(cluster->steps, std::memory_order_relaxed);
+  worker.steps.store(runner->steps, std::memory_order_relaxed);
   worker.done.store(true, std::memory_order_release);
   const std::lock_guard<std::mutex> lock(idle_mutex);
-  idle.push_back(std::move(cluster));
+  idle_runners.push_back(std::move(runner));
 }
 
 std::size_t fiber_bytes() { return (sizeof(Fiber) + 63) / 64 * 64; }
@@ -123,11 +123,11 @@ Fiber& fiber_of(const Stack& stack) {
   return *reinterpret_cast<Fiber*>(stack.high() - fiber_bytes());
 }
 
-Cluster::~Cluster() {
+ClusterRunner::~ClusterRunner() {
   for (const auto& stack : stacks) fiber_of(*stack).~Fiber();
 }
 
-void Cluster::prepare(std::uint64_t number) {
+void ClusterRunner::prepare(std::uint64_t number) {
   num_blocks = launch->cluster[0] * launch->cluster[1] * launch->cluster[2];
   threads = launch->block[0] * launch->block[1] * launch->block[2];
   live = num_blocks * threads;
@@ -177,7 +177,7 @@ uint3 index_of_block(const Run& run, std::uint64_t cluster, unsigned rank) {
 // Fills shared memory with NaN before each block.
 void prepare_shared(Block& block, unsigned rank) {
   constexpr std::size_t kAlignment = 1024;
-  Cluster& cluster = *block.cluster;
+  ClusterRunner& cluster = *block.cluster;
   const std::size_t static_bytes = cluster.module->static_bytes;
   block.static_shared = static_shared_of(*cluster.module);
   if (static_bytes > 0 && rank == 0) std::memset(block.static_shared, 0xff, static_bytes);
@@ -224,7 +224,7 @@ void Run::record(const std::string& text) {
 void Run::check_patience(Fiber& me) {
   constexpr unsigned kPolls = 1024;
   constexpr std::chrono::milliseconds kShort{5};
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   Worker& mine = *cluster.worker;
   mine.steps.store(cluster.steps, std::memory_order_relaxed);
   mine.polls.fetch_add(1, std::memory_order_release);
@@ -277,7 +277,7 @@ bool Run::start_worker() {
 }
 
 void fault(const std::string& text) {
-  Cluster& cluster = *current().block->cluster;
+  ClusterRunner& cluster = *current().block->cluster;
   cluster.run->record(text);
   abandon(cluster);
 }

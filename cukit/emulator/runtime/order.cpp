@@ -19,7 +19,7 @@ bool covers(const Fiber& me, const std::vector<std::uint32_t>& part) {
 
 // Orders the thread after what was published at an address.
 void acquire_from_published(Fiber& me, const Published& there) {
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   const auto mine = static_cast<std::uint32_t>(cluster.number);
   const auto* const own = epochs_of(there.everywhere, mine);
   const auto* const own_in_block = epochs_of(there.in_block, mine);
@@ -69,7 +69,7 @@ void fence(FenceScope scope) {
   CUKIT_ENTER(me);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   if (!checked()) return;
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   Clock* clock = cluster.clocks.copy(me.seen);
   clock->seen[me.agent] = me.epoch;
   const ForeignEpochs own =

@@ -15,7 +15,7 @@ void Registers::fence(std::uint32_t number) {
       if (words_ == nullptr) throw std::bad_alloc();
     }
     watched_ = true;
-    land(number);
+    complete(number);
   }
   fence_ = number;
 }
@@ -25,7 +25,7 @@ std::size_t Registers::take(std::size_t offset, std::size_t count, std::uint32_t
   std::uint32_t* const words = words_ + offset / 4;
   const std::uint32_t other_role = accumulator ? 0 : kAccumulator;
   const auto refused = [=](std::uint32_t word) {
-    return (word == fence_) | ((word > landed_) & ((word & kAccumulator) == other_role));
+    return (word == fence_) | ((word > completed_) & ((word & kAccumulator) == other_role));
   };
   bool any = false;
   for (std::size_t i = 0; i < count; ++i) any |= refused(words[i]);

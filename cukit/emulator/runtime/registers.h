@@ -13,8 +13,8 @@ namespace cukit::emulator {
 // One word for every four bytes of the stack:
 //   the number of the last wgmma fence before an ordinary access, or
 //   kProduct + 2 * the number of the last wgmma that uses the register, + 1 for an accumulator.
-// Fences and wgmmas are numbered across launches (Cluster::register_events), so that words left by
-// earlier threads on the same stack are older than any fence of the current thread.
+// Fences and wgmmas are numbered across launches (ClusterRunner::register_events), so that words
+// left by earlier threads on the same stack are older than any fence of the current thread.
 class Registers {
  public:
   static constexpr std::uint32_t kProduct = 1u << 31;
@@ -40,13 +40,13 @@ class Registers {
 
   void fence(std::uint32_t number);
   // The thread has waited for all wgmmas up to this one.
-  void land(std::uint32_t product) { landed_ = mark(product, true); }
+  void complete(std::uint32_t product) { completed_ = mark(product, true); }
 
   // Records an ordinary access to bytes of the stack. False if it reads or writes an accumulator of
   // a wgmma in flight, or writes a register of its operand a.
   bool touch(std::size_t offset, std::size_t bytes, bool write) {
     for (std::size_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) {
-      if (words_[i] <= landed_) {
+      if (words_[i] <= completed_) {
         words_[i] = fence_;
       } else if (write || (words_[i] & kAccumulator) != 0) {
         return false;
@@ -60,7 +60,7 @@ class Registers {
   // in flight in the other role), or `count`.
   std::size_t take(std::size_t offset, std::size_t count, std::uint32_t product, bool accumulator);
 
-  bool in_flight(std::size_t offset) const { return words_[offset / 4] > landed_; }
+  bool in_flight(std::size_t offset) const { return words_[offset / 4] > completed_; }
   // The wgmma that a register is in flight for, and whether as an accumulator.
   std::uint32_t product_at(std::size_t offset) const {
     return (words_[offset / 4] & ~kProduct) >> 1;
@@ -76,7 +76,7 @@ class Registers {
 
   std::uint32_t* words_ = nullptr;
   std::uint32_t fence_ = 0;
-  std::uint32_t landed_ = 0;
+  std::uint32_t completed_ = 0;
   bool watched_ = false;
 };
 

@@ -17,7 +17,7 @@ namespace cukit::emulator {
 
 // A worker's progress, read by the threads that poll in other workers.
 struct alignas(64) Worker {
-  std::atomic<std::uint64_t> steps{0};  // Cluster::steps at its last poll
+  std::atomic<std::uint64_t> steps{0};  // ClusterRunner::steps at its last poll
   std::atomic<std::uint64_t> polls{0};
   std::atomic<bool> done{false};        // it has no cluster left to run
 };

@@ -18,7 +18,7 @@ namespace {
 // Makes `fiber` the current thread, and its block the resident one: its static shared memory moves
 // into place.
 void install(Fiber& fiber) {
-  Cluster& cluster = *fiber.block->cluster;
+  ClusterRunner& cluster = *fiber.block->cluster;
   cukit_emulator_thread = &fiber;
   if (cluster.num_blocks > 1 && cluster.resident != fiber.block) {
     const std::size_t bytes = cluster.module->static_bytes;
@@ -40,7 +40,7 @@ unsigned next_set_bit(unsigned bits, unsigned position) {
   return static_cast<unsigned>(__builtin_ctz(later != 0 ? later : bits));
 }
 
-unsigned choose(Cluster& cluster, unsigned bits, unsigned position) {
+unsigned choose(ClusterRunner& cluster, unsigned bits, unsigned position) {
   if (cluster.launch->seed == 0) return next_set_bit(bits, position);
   return nth_set_bit(bits, random_number(cluster) % __builtin_popcount(bits));
 }
@@ -48,7 +48,7 @@ unsigned choose(Cluster& cluster, unsigned bits, unsigned position) {
 // Removes a fiber from the ready set and returns it: the next one after `from`, or a random one if
 // the launch has a seed. If `from` polls, a fiber of another block or warp is preferred, since that
 // one may end the poll. Null if no fiber is ready.
-Fiber* pick(Cluster& cluster, const Fiber* from, bool polls = false) {
+Fiber* pick(ClusterRunner& cluster, const Fiber* from, bool polls = false) {
   Block* block = from != nullptr ? from->block : cluster.blocks[0].get();
   const bool seeded = cluster.launch->seed != 0;
   const bool stay = (!seeded || random_number(cluster) % 16 != 0) && !polls;
@@ -82,7 +82,7 @@ Fiber* pick(Cluster& cluster, const Fiber* from, bool polls = false) {
 
 }  // namespace
 
-void abandon(Cluster& cluster) {
+void abandon(ClusterRunner& cluster) {
   void* abandoned;
   cukit_emulator_switch(&abandoned, cluster.main_stack);
   __builtin_unreachable();
@@ -91,7 +91,7 @@ void abandon(Cluster& cluster) {
 namespace {
 
 void switch_from(Fiber& from, Fiber& to) {
-  Cluster& cluster = *from.block->cluster;
+  ClusterRunner& cluster = *from.block->cluster;
   if (cluster.run->stopped()) abandon(cluster);
   to.state = State::Ready;
   if (&from == &to) return;
@@ -133,22 +133,22 @@ std::string missing_threads(const Block& block) {
             list_of(missing) + " do not reach it";
   };
   for (const Warp& warp : block.warps) {
-    for (const Meeting& meeting : warp.meetings) {
-      if (!meeting.whole) continue;
+    for (const WarpRendezvous& rendezvous : warp.rendezvous) {
+      if (!rendezvous.whole) continue;
       std::vector<unsigned> missing;
-      add_lanes(missing, warp.first, ~meeting.arrived);
-      add(meeting.name, "all 32 lanes of a warp", warp.first, kLanes, missing);
+      add_lanes(missing, warp.first, ~rendezvous.arrived);
+      add(rendezvous.name, "all 32 lanes of a warp", warp.first, kLanes, missing);
     }
   }
   for (std::size_t group = 0; group < block.warp_groups.size(); ++group) {
-    const WarpGroup::Meeting& meeting = block.warp_groups[group].meeting;
-    if (meeting.name == nullptr) continue;
+    const WarpGroup::WarpgroupRendezvous& rendezvous = block.warp_groups[group].rendezvous;
+    if (rendezvous.name == nullptr) continue;
     const auto first = static_cast<unsigned>(group) * WarpGroup::kThreads;
     std::vector<unsigned> missing;
     for (unsigned w = 0; w < WarpGroup::kWarps; ++w) {
-      add_lanes(missing, first + w * kLanes, ~meeting.arrived[w]);
+      add_lanes(missing, first + w * kLanes, ~rendezvous.arrived[w]);
     }
-    add(meeting.name, "a whole warpgroup (four warps, the first a multiple of four)", first,
+    add(rendezvous.name, "a whole warpgroup (four warps, the first a multiple of four)", first,
         WarpGroup::kThreads, missing);
   }
   return text;
@@ -156,7 +156,7 @@ std::string missing_threads(const Block& block) {
 
 }  // namespace
 
-std::string missing_threads(const Cluster& cluster) {
+std::string missing_threads(const ClusterRunner& cluster) {
   std::string text;
   for (unsigned b = 0; b < cluster.num_blocks; ++b) {
     const std::string more = missing_threads(*cluster.blocks[b]);
@@ -165,7 +165,7 @@ std::string missing_threads(const Cluster& cluster) {
   return text;
 }
 
-std::string waiting_threads(const Cluster& cluster) {
+std::string waiting_threads(const ClusterRunner& cluster) {
   std::string text;
   for (unsigned b = 0; b < cluster.num_blocks; ++b) {
     const Block& block = *cluster.blocks[b];
@@ -194,7 +194,7 @@ std::string waiting_threads(const Cluster& cluster) {
 
 namespace {
 
-[[noreturn]] void deadlock(Cluster& cluster) {
+[[noreturn]] void deadlock(ClusterRunner& cluster) {
   std::string text = missing_threads(cluster);
   if (text.empty()) {
     text = "deadlock: every thread waits";
@@ -204,7 +204,7 @@ namespace {
   fault(text + waiting_threads(cluster));
 }
 
-Fiber& next_or_deadlock(Cluster& cluster, const Fiber* from) {
+Fiber& next_or_deadlock(ClusterRunner& cluster, const Fiber* from) {
   for (;;) {
     if (Fiber* next = pick(cluster, from)) return *next;
     if (!finish_late_work(cluster)) deadlock(cluster);
@@ -213,18 +213,18 @@ Fiber& next_or_deadlock(Cluster& cluster, const Fiber* from) {
 
 // Completes collectives in which only exited lanes are missing.
 void complete_without(Block& block, Warp& warp) {
-  for (std::size_t i = 0; i < warp.meetings.size(); ++i) {
-    const Meeting meeting = warp.meetings[i];
-    if (meeting.whole || (meeting.mask & warp.live & ~meeting.arrived) != 0) continue;
-    warp.meetings.erase(warp.meetings.begin() + static_cast<std::ptrdiff_t>(i--));
-    meeting.complete(block, warp, meeting.kind, meeting.arrived);
-    make_ready(block, warp, meeting.arrived);
+  for (std::size_t i = 0; i < warp.rendezvous.size(); ++i) {
+    const WarpRendezvous rendezvous = warp.rendezvous[i];
+    if (rendezvous.whole || (rendezvous.mask & warp.live & ~rendezvous.arrived) != 0) continue;
+    warp.rendezvous.erase(warp.rendezvous.begin() + static_cast<std::ptrdiff_t>(i--));
+    rendezvous.complete(block, warp, rendezvous.kind, rendezvous.arrived);
+    make_ready(block, warp, rendezvous.arrived);
   }
 }
 
 [[noreturn]] void exit_fiber(Fiber& me) {
   run_deferred(me);
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   if (!me.bulk.items.empty()) {
     fault("a thread exits before its bulk copies have read shared memory: call bulk_wait "
           "first\n  " +
@@ -257,7 +257,7 @@ void fiber_main() {
 
 }  // namespace
 
-std::uint32_t random_number(Cluster& cluster) {
+std::uint32_t random_number(ClusterRunner& cluster) {
   // xorshift64*
   cluster.random ^= cluster.random >> 12;
   cluster.random ^= cluster.random << 25;
@@ -291,7 +291,7 @@ void shuffle_order() {
 
 void yield() {
   Fiber& me = current();
-  Cluster& cluster = *me.block->cluster;
+  ClusterRunner& cluster = *me.block->cluster;
   cluster.run->check_patience(me);
   // While a thread polls, the cluster always has a ready thread, so next_or_deadlock() never does
   // the work that the late mode has deferred: it is done here, after every kTurns polls.
@@ -310,26 +310,26 @@ void meet(unsigned kind, unsigned mask, const char* name,
     fault(format("%s with mask 0x%08x, which does not contain the calling lane %u\n  %s ", name,
                  mask, me.lane, name_of(me).c_str()) + where(me.call));
   }
-  Meeting* found = nullptr;
-  for (Meeting& meeting : warp.meetings) {
-    if (meeting.kind == kind && meeting.mask == mask && (meeting.arrived & mine) == 0) {
-      found = &meeting;
+  WarpRendezvous* found = nullptr;
+  for (WarpRendezvous& rendezvous : warp.rendezvous) {
+    if (rendezvous.kind == kind && rendezvous.mask == mask && (rendezvous.arrived & mine) == 0) {
+      found = &rendezvous;
       break;
     }
   }
   if (found == nullptr) {
-    warp.meetings.push_back({name, complete, kind, mask, 0, whole});
-    found = &warp.meetings.back();
+    warp.rendezvous.push_back({name, complete, kind, mask, 0, whole});
+    found = &warp.rendezvous.back();
   }
   found->arrived |= mine;
   if (((whole ? ~0u : mask & warp.live) & ~found->arrived) != 0) {
     wait_for(name, mask);
     return;
   }
-  const Meeting meeting = *found;
-  warp.meetings.erase(warp.meetings.begin() + (found - warp.meetings.data()));
-  meeting.complete(*me.block, warp, meeting.kind, meeting.arrived);
-  make_ready(*me.block, warp, meeting.arrived & ~mine);
+  const WarpRendezvous rendezvous = *found;
+  warp.rendezvous.erase(warp.rendezvous.begin() + (found - warp.rendezvous.data()));
+  rendezvous.complete(*me.block, warp, rendezvous.kind, rendezvous.arrived);
+  make_ready(*me.block, warp, rendezvous.arrived & ~mine);
   shuffle_order();
 }
 
@@ -337,26 +337,26 @@ void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group))
   Fiber& me = current();
   Block& block = *me.block;
   const unsigned number = me.index / WarpGroup::kThreads;
-  WarpGroup::Meeting& meeting = block.warp_groups[number].meeting;
-  if (meeting.name == nullptr) {
-    meeting.name = name;
-    meeting.call = me.call;
-  } else if (meeting.name != name) {
+  WarpGroup::WarpgroupRendezvous& rendezvous = block.warp_groups[number].rendezvous;
+  if (rendezvous.name == nullptr) {
+    rendezvous.name = name;
+    rendezvous.call = me.call;
+  } else if (rendezvous.name != name) {
     std::vector<unsigned> others;
     for (unsigned w = 0; w < WarpGroup::kWarps; ++w) {
-      add_lanes(others, number * WarpGroup::kThreads + w * kLanes, meeting.arrived[w]);
+      add_lanes(others, number * WarpGroup::kThreads + w * kLanes, rendezvous.arrived[w]);
     }
     fault(format("divergent warpgroup: a thread reaches %s while others of its warpgroup wait at "
                  "another instruction that all 128 threads must execute together\n  ", name) +
           name_of(me) + " " + where(me.call) + "\n  threads " + list_of(others) + " are at " +
-          meeting.name + " " + where(meeting.call));
+          rendezvous.name + " " + where(rendezvous.call));
   }
-  meeting.arrived[me.index / kLanes % WarpGroup::kWarps] |= 1u << me.lane;
-  if (++meeting.count < WarpGroup::kThreads) {
+  rendezvous.arrived[me.index / kLanes % WarpGroup::kWarps] |= 1u << me.lane;
+  if (++rendezvous.count < WarpGroup::kThreads) {
     wait_for(name);
     return;
   }
-  meeting = {};
+  rendezvous = {};
   complete(block, number);
   for (unsigned w = 0; w < WarpGroup::kWarps; ++w) {
     Warp& warp = block.warps[number * WarpGroup::kWarps + w];
@@ -365,7 +365,7 @@ void meet_warp_group(const char* name, void (*complete)(Block&, unsigned group))
   shuffle_order();
 }
 
-bool finish_late_work(Cluster& cluster) {
+bool finish_late_work(ClusterRunner& cluster) {
   bool any = false;
   for (unsigned b = 0; b < cluster.num_blocks; ++b) {
     for (auto& [address, barrier] : cluster.blocks[b]->mbarriers) {
@@ -379,7 +379,7 @@ bool finish_late_work(Cluster& cluster) {
   return any;
 }
 
-void Cluster::execute(std::uint64_t number) {
+void ClusterRunner::execute(std::uint64_t number) {
   prepare(number);
   Fiber* first = pick(*this, nullptr);
   first->state = State::Ready;
@@ -388,7 +388,7 @@ void Cluster::execute(std::uint64_t number) {
   cukit_emulator_thread = nullptr;
 }
 
-void Cluster::prepare_block(unsigned rank, uint3 index) {
+void ClusterRunner::prepare_block(unsigned rank, uint3 index) {
   if (blocks.size() <= rank) blocks.push_back(std::make_unique<Block>());
   Block& block = *blocks[rank];
   block.cluster = this;
@@ -451,7 +451,7 @@ void Cluster::prepare_block(unsigned rank, uint3 index) {
     const unsigned count = std::min(kLanes, threads - warp.first);
     warp.lanes = count == kLanes ? ~0u : (1u << count) - 1;
     warp.live = warp.lanes;
-    warp.meetings.clear();
+    warp.rendezvous.clear();
     warp.ready = 0;  // a launch ended by a fault leaves bits set
     make_ready(block, warp, warp.lanes);
   }

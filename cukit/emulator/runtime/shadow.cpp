@@ -22,7 +22,7 @@ std::string where_offset(const Block& block, std::uint32_t offset) {
   return where(reinterpret_cast<const void*>(block.cluster->module->base + offset));
 }
 
-std::string name_of_agent(const Cluster& cluster, unsigned agent) {
+std::string name_of_agent(const ClusterRunner& cluster, unsigned agent) {
   if (agent >= cluster.first_engine()) return name_of_engine(agent - cluster.first_engine());
   const Block& block = *cluster.blocks[agent / cluster.threads];
   return name_of(*block.fibers[agent % cluster.threads]);
@@ -86,7 +86,7 @@ struct SharedCheck {
 
   // How to order the access after an earlier one by this agent.
   const char* remedy(unsigned agent) const {
-    const Cluster& cluster = *block.cluster;
+    const ClusterRunner& cluster = *block.cluster;
     const bool by_engine = agent >= cluster.first_engine();
     if (by_engine) return "wait for the asynchronous operation before this access";
     if (actor.engine) return "put a barrier or an mbarrier between the two";
@@ -182,7 +182,7 @@ struct SharedCheck {
   }
 
   void require_fence(unsigned agent, std::uint32_t epoch, std::uint32_t call, std::size_t i) const {
-    const Cluster& cluster = *block.cluster;
+    const ClusterRunner& cluster = *block.cluster;
     if (agent >= cluster.first_engine()) return;
     const Fiber& writer = *cluster.blocks[agent / cluster.threads]->fibers[agent % cluster.threads];
     const Fiber& issuer = *actor.issuer;
@@ -242,7 +242,7 @@ bool remember(Shadow& shadow, Access access, std::uintptr_t low, std::uintptr_t 
 // heap.
 bool is_global(const Actor& actor, std::uintptr_t address, std::size_t bytes, Access access) {
   Shadow& shadow = actor.issuer->block->shadow;
-  const Cluster& cluster = *actor.issuer->block->cluster;
+  const ClusterRunner& cluster = *actor.issuer->block->cluster;
   const Launch& launch = *cluster.launch;
   const Range* const end = launch.ranges + launch.num_ranges;
   const Range* range = std::upper_bound(
@@ -303,7 +303,7 @@ std::string describe_outside(const Launch& launch, std::uintptr_t address) {
   return place;
 }
 
-std::uint32_t offset_of(const Cluster& cluster, const void* call) {
+std::uint32_t offset_of(const ClusterRunner& cluster, const void* call) {
   return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(call) - cluster.module->base);
 }
 
@@ -363,7 +363,7 @@ Actor thread_actor(const Fiber& fiber) {
 }
 
 Actor engine_actor(const Fiber& issuer, unsigned number) {
-  Cluster& cluster = *issuer.block->cluster;
+  ClusterRunner& cluster = *issuer.block->cluster;
   const std::uint32_t epoch = ++cluster.engine_epoch[number];
   cluster.newest_epoch = std::max(cluster.newest_epoch, epoch);
   return {&issuer, cluster.first_engine() + number, epoch, issuer.call, true};
@@ -479,7 +479,7 @@ void set_pending(Block& block, const void* pointer, std::size_t bytes) {
   place.cells->visit(place.byte, bytes, [](Cell& cell, std::size_t) { cell.pending = 1; });
 }
 
-void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by) {
+void set_written(Block& block, const void* pointer, std::size_t bytes, const Actor& by) {
   const CellPlace place = cells_of(block, pointer, bytes);
   place.cells->visit(place.byte, bytes, [&](Cell& cell, std::size_t) {
     cell.pending = 0;

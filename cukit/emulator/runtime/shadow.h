@@ -16,7 +16,7 @@
 namespace cukit::emulator {
 
 struct Block;
-struct Cluster;
+struct ClusterRunner;
 struct Fiber;
 struct Launch;
 
@@ -177,13 +177,13 @@ void check(const Actor& actor, const void* pointer, std::size_t bytes, Access ac
 // unknown.
 void check_shared(const Actor& actor, Block& block, const void* pointer, std::size_t bytes,
                   Access access, unsigned swizzle = 0);
-// set_pending marks bytes that an asynchronous copy will write; set_landed, called once a thread
+// set_pending marks bytes that an asynchronous copy will write; set_written, called once a thread
 // has waited for the copy, marks them as written.
 void set_pending(Block& block, const void* pointer, std::size_t bytes);
-void set_landed(Block& block, const void* pointer, std::size_t bytes, const Actor& by);
+void set_written(Block& block, const void* pointer, std::size_t bytes, const Actor& by);
 
 // A code address as cells store it.
-std::uint32_t offset_of(const Cluster& cluster, const void* call);
+std::uint32_t offset_of(const ClusterRunner& cluster, const void* call);
 // The report of a race with an earlier access: a write, or a read of this kind.
 std::string report_race(const Actor& actor, std::size_t bytes, Access access, const std::string& place,
                         Mark mark, bool write, const std::string& by, std::uint32_t call,

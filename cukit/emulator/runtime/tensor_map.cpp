@@ -143,7 +143,7 @@ void check_box(const Fiber& me, const TensorMap& map, const int* position) {
 // Checks the box's rows in global memory for races, as accesses of the thread that starts the copy:
 // the copy may execute from then on.
 void look_for_races(Fiber& me, const TensorMap& map, const int* position, Access access) {
-  const Cluster& cluster = *me.block->cluster;
+  const ClusterRunner& cluster = *me.block->cluster;
   if (cluster.launch->checked == 0 || cluster.launch->global_races == 0) return;
   for_rows(map, position, [&](unsigned, const unsigned char* row, unsigned first, unsigned count) {
     if (count == 0) return;

@@ -328,7 +328,7 @@ void complete_wait(Block& block, unsigned number) {
     const WarpGroup::Product& last = group.products[done - 1];
     for (unsigned i = 0; i < kThreads; ++i) {
       const unsigned warp = i / kLanes;
-      fibers[i]->registers.land(last.number);
+      fibers[i]->registers.complete(last.number);
       order_after_engine(*fibers[i], product_engine(number * WarpGroup::kWarps + warp),
                       last.epochs[warp]);
     }

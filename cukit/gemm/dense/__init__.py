@@ -1,1 +1,1 @@
-"""Dense products: cuBLAS, linear layers, products with few rows or columns."""
+"""Dense products: cuBLAS, linear layers, few rows or columns, pairwise summation along k."""

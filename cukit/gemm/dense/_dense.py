@@ -57,7 +57,7 @@ def multiply(
             accumulate=accumulate,
             out_dtype=product.dtype,
         )
-    return carry_out(product, a, b, out, accumulate=accumulate, tf32=tf32)
+    return run_product(product, a, b, out, accumulate=accumulate, tf32=tf32)
 
 
 def check_call(op: str, a: Array, b: Array, out: Array | None, **flags: bool) -> None:
@@ -70,7 +70,7 @@ def check_call(op: str, a: Array, b: Array, out: Array | None, **flags: bool) ->
     check_overlap(op, out, a=a, b=b)
 
 
-def carry_out(
+def run_product(
     product: CheckedProduct, a: Array, b: Array, out: Array | None, *, accumulate: bool, tf32: bool
 ) -> Array:
     """Computes a checked product with cuBLAS, or with NumPy in the emulator."""

@@ -31,7 +31,7 @@ def fused_gradient(
     product: Product, plan: Sm90Config | Sm80Config, activation: str
 ) -> GatedGradientSm90 | None:
     """A launch of `product` (grad_out times the next layer's weight) and the gradient of
-    `activation` as one kernel; None if the product must run separately, as planned."""
+    `activation` as one kernel; None if they must run as two kernels, the product with `plan`."""
     if isinstance(plan, Sm80Config) or product.n % TILING.tile_n:
         return None
     num_sms = plan.num_sms
@@ -47,7 +47,10 @@ class GatedGradientSm90:
     def __init__(self, config: Sm90Config, activation: str) -> None:
         product, tiling = config.product, config.tiling
         parameters = _PARAMETERS.pack(
-            m=product.m, n=product.n, steps=-(-product.k // TILE_K), group=config.group
+            m=product.m,
+            n=product.n,
+            steps=-(-product.k // TILE_K),
+            raster_group=config.raster_group,
         )
         kernel = load_kernel(fused_spec(product.dtype, activation))
         self._launch = Launch(kernel, (config.num_blocks,), (parameters,))

@@ -66,7 +66,7 @@ class LinearSm90:
             box_a, box_b = tiling.tile_m, tiling.tile_n // tiling.cluster
         parameters = _PARAMETERS["LinearParameters"].pack(
             gemm=_PARAMETERS["GemmParameters"].pack(
-                m=product.m, n=product.n, steps=steps, group=config.group
+                m=product.m, n=product.n, steps=steps, raster_group=config.raster_group
             ),
             box_a=box_a,
             box_b=box_b,

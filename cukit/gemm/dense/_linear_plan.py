@@ -16,7 +16,6 @@ DTYPES = ("float16", "bfloat16")
 ITEM_BYTES = 2
 TILE_K = 64
 ROW_BYTES = TILE_K * ITEM_BYTES
-MAJORS = ("K", "MN")
 ACTIVATIONS = {
     None: "NoActivation",
     "relu": "Relu",
@@ -166,7 +165,7 @@ class Sm90Config:
     product: Product
     tiling: Tiling
     num_blocks: int
-    group: int
+    raster_group: int
     """Tile rows (cluster rows, with clusters) of a rasterisation group."""
     num_sms: int
 
@@ -221,8 +220,8 @@ def configure(product: Product, tiling: Tiling, num_sms: int) -> Sm90Config:
     clusters = tiles if tiling.splits > 1 else in_flight
     blocks = clusters * tiling.splits * tiling.cluster
     rows = tiling.tile_m * tiling.cluster
-    group = round((in_flight * tiling.tile_n / (1 + product.gated) / rows) ** 0.5)
-    return Sm90Config(product, tiling, blocks, max(1, min(group, tiles_m)), num_sms)
+    raster_group = round((in_flight * tiling.tile_n / (1 + product.gated) / rows) ** 0.5)
+    return Sm90Config(product, tiling, blocks, max(1, min(raster_group, tiles_m)), num_sms)
 
 
 CLUSTER_TILING = Tiling(128, 256, cluster=2)

@@ -36,7 +36,10 @@ class FusedLinearRope:
     def __init__(self, config: Sm90Config, period: int, head_dim: int, rotated_heads: int) -> None:
         product, tiling = config.product, config.tiling
         gemm = _PARAMETERS["GemmParameters"].pack(
-            m=product.m, n=product.n, steps=-(-product.k // TILE_K), group=config.group
+            m=product.m,
+            n=product.n,
+            steps=-(-product.k // TILE_K),
+            raster_group=config.raster_group,
         )
         parameters = _PARAMETERS["RotatedParameters"].pack(
             gemm=gemm, period=period, rotated=rotated_heads * head_dim

@@ -1,1 +1,1 @@
-"""`matmul`, which chooses kernel and precision, and `tree_matmul`."""
+"""`matmul`, which chooses kernel and precision."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from cukit.core.arrays import Array, empty
 from cukit.core.device import Device
 from cukit.core.narrow_dtype import float8_e4m3
-from cukit.gemm.dense._dense import CheckedProduct, carry_out, plan_product
+from cukit.gemm.dense._dense import CheckedProduct, plan_product, run_product
 from cukit.gemm.dense._linear_launch import prepare_linear
 from cukit.gemm.dense._linear_plan import HOPPER, Product, Sm90Config, estimate_us, plan_linear
 from cukit.gemm.dense.gemv import MAX_TOKENS, prepare_gemv
@@ -149,14 +149,14 @@ def _prepare_cublas(
 ) -> Run:
     product = plan_product("matmul", a, b, out, *options)
     return partial(
-        _carry_out, product, {"accumulate": options.accumulate, "tf32": precision == "tf32"}
+        _run_cublas, product, {"accumulate": options.accumulate, "tf32": precision == "tf32"}
     )
 
 
-def _carry_out(
+def _run_cublas(
     product: CheckedProduct, how: dict[str, bool], a: Array, b: Array, out: Array | None
 ) -> Array:
-    return carry_out(product, a, b, out, **how)
+    return run_product(product, a, b, out, **how)
 
 
 def _gemv_reason(problem: MatmulProblem, device: Device) -> str | None:

@@ -55,7 +55,7 @@ class GroupedSm90:
             m=0 if ragged == "m" else product.m,
             n=0 if ragged == "n" else product.n,
             steps=0 if ragged == "k" else -(-product.k // TILE_K),
-            group=config.raster,
+            raster_group=config.raster_group,
             groups=layout.groups,
             longest=layout.longest,
             fixed_capacity=layout.fixed_capacity,

@@ -77,7 +77,7 @@ class GroupedConfig:
     groups: int
     tiling: Tiling
     num_blocks: int
-    raster: int
+    raster_group: int
     """Tile rows of a rasterisation group."""
 
     def spec(self) -> KernelSpec:
@@ -190,8 +190,10 @@ def configure(problem: GroupedProblem, tiling: Tiling, num_sms: int) -> GroupedC
     else:
         tiles = problem.groups * tiles_m * tiles_n
     blocks = min(tiles, num_sms * tiling.blocks_per_sm)
-    raster = round((blocks * tiling.tile_n / (1 + product.gated) / tiling.tile_m) ** 0.5)
-    return GroupedConfig(product, ragged, problem.groups, tiling, max(1, blocks), max(1, raster))
+    raster_group = round((blocks * tiling.tile_n / (1 + product.gated) / tiling.tile_m) ** 0.5)
+    return GroupedConfig(
+        product, ragged, problem.groups, tiling, max(1, blocks), max(1, raster_group)
+    )
 
 
 _EXACT_ROWS = 64

@@ -124,7 +124,7 @@ class GroupedFp8Config:
     groups: int
     tiling: Tiling8Bit
     num_blocks: int
-    raster: int
+    raster_group: int
     """Tile rows of a rasterisation group."""
 
     @property
@@ -187,8 +187,8 @@ def configure(
     """The grid and rasterisation order for a tiling."""
     tiles_m, tiles_n = tiling.tiles(rows, n)
     blocks = min((tiles_m + groups) * tiles_n, num_sms * tiling.blocks_per_sm)
-    raster = round((blocks * tiling.tile_n / tiling.tile_m) ** 0.5)
-    return GroupedFp8Config(out, groups, tiling, max(1, blocks), max(1, raster))
+    raster_group = round((blocks * tiling.tile_n / tiling.tile_m) ** 0.5)
+    return GroupedFp8Config(out, groups, tiling, max(1, blocks), max(1, raster_group))
 
 
 def estimate_us(rows: int, groups: int, n: int, k: int, tiling: Tiling8Bit, num_sms: int) -> float:
@@ -228,7 +228,7 @@ class GroupedFp8Launch:
             m=0,
             n=n,
             steps=-(-k // TILE_K),
-            group=config.raster,
+            raster_group=config.raster_group,
             groups=layout.groups,
             longest=layout.longest,
             fixed_capacity=layout.fixed_capacity,

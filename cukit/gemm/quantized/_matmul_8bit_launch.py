@@ -79,7 +79,7 @@ class Matmul8BitSm90:
     ) -> None:
         tiling = config.tiling
         boxes = box_rows(tiling.tile_m, m), box_rows(tiling.tile_n, n)
-        parameters = _parameters((m, n, k), config.group, boxes, (a_stride, b_stride))
+        parameters = _parameters((m, n, k), config.raster_group, boxes, (a_stride, b_stride))
         self._launch = Launch(load_kernel(config.spec()), (config.num_blocks,), (parameters,))
         self._blocks = config.product.blocks
         self._a, self._b = (
@@ -126,7 +126,7 @@ class Matmul8BitSm80:
     ) -> None:
         self._blocks = config.product.blocks
         self._kernel = load_kernel(config.spec()), (config.num_blocks,)
-        self._extents = (m, n, k, config.group, a_stride, b_stride)
+        self._extents = (m, n, k, config.raster_group, a_stride, b_stride)
         self._launches: dict[tuple[int, ...], Launch] = {}
 
     def __call__(
@@ -154,8 +154,8 @@ class Matmul8BitSm80:
         key = (a_row_bytes, b_row_bytes, a_stride)
         found = self._launches.get(key)
         if found is None:
-            m, n, k, group, _, b_stride = self._extents
-            parameters = _parameters((m, n, k), group, (0, 0), (a_stride, b_stride))
+            m, n, k, raster_group, _, b_stride = self._extents
+            parameters = _parameters((m, n, k), raster_group, (0, 0), (a_stride, b_stride))
             rows = _STRUCTS["RowStrides"].pack(
                 a_row_bytes=a_row_bytes, b_row_bytes=b_row_bytes, k=k
             )
@@ -164,10 +164,15 @@ class Matmul8BitSm80:
 
 
 def _parameters(
-    extents: tuple[int, int, int], group: int, boxes: tuple[int, int], strides: tuple[int, int]
+    extents: tuple[int, int, int],
+    raster_group: int,
+    boxes: tuple[int, int],
+    strides: tuple[int, int],
 ) -> Any:
     m, n, k = extents
-    gemm = _STRUCTS["GemmParameters"].pack(m=m, n=n, steps=-(-k // TILE_K), group=group)
+    gemm = _STRUCTS["GemmParameters"].pack(
+        m=m, n=n, steps=-(-k // TILE_K), raster_group=raster_group
+    )
     linear = _STRUCTS["LinearParameters"].pack(gemm=gemm, box_a=boxes[0], box_b=boxes[1])
     return _STRUCTS["QuantizedParameters"].pack(
         linear=linear, a_stride=strides[0], b_stride=strides[1]

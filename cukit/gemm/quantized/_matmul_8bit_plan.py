@@ -104,7 +104,7 @@ class Config8Bit:
     """Sets of partial sums that a warpgroup keeps in registers: 0 without promotion."""
     num_blocks: int
     """Blocks of the grid."""
-    group: int
+    raster_group: int
     """Tile rows of a rasterisation group."""
 
     @property
@@ -161,7 +161,7 @@ _NARROW = (128, 96, 64, 48, 32, 16)
 _SPLITS = (2, 4)
 
 
-def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
+def candidates(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Iterator[Tiling8Bit]:
     """The tilings to choose from; accumulators and partial sums of each fit into registers."""
     if m > 64:
         if not product.promoted:
@@ -171,17 +171,17 @@ def candidates(product: Product8Bit, m: int, n: int, k: int) -> Iterator[Tiling8
     for tile_m in (64,) if m <= 64 else (128, 64):
         yield from (Tiling8Bit(tile_m, tile_n) for tile_n in _NARROW)
         if m <= _MAX_SPLIT_ROWS:
-            yield from _splits(tile_m, m, n, k)
+            yield from _splits(tile_m, m, n, k, num_sms)
 
 
-def _splits(tile_m: int, m: int, n: int, k: int) -> Iterator[Tiling8Bit]:
+def _splits(tile_m: int, m: int, n: int, k: int, num_sms: int) -> Iterator[Tiling8Bit]:
     """Tilings that split k so that all clusters are resident at once and all blocks have steps."""
     for splits in _SPLITS:
         for tile_n in _NARROW:
             tiling = Tiling8Bit(tile_m, tile_n, splits)
             tiles_m, tiles_n = tiling.tiles(m, n)
-            at_a_time = _CLUSTERS[splits] * tiling.blocks_per_sm
-            if tiles_m * tiles_n <= at_a_time and splits <= -(-k // TILE_K):
+            resident = tiles_m * tiles_n <= _resident_clusters(tiling, num_sms)
+            if resident and splits <= -(-k // TILE_K):
                 yield tiling
 
 
@@ -205,14 +205,14 @@ def configure(product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, num_sms:
     tiles = tiles_m * tiles_n
     slots = num_sms * tiling.blocks_per_sm // tiling.splits
     clusters = tiles if tiling.splits > 1 else min(tiles, slots)
-    group = round((min(clusters, slots) * tiling.tile_n / tiling.tile_m) ** 0.5)
+    raster_group = round((min(clusters, slots) * tiling.tile_n / tiling.tile_m) ** 0.5)
     return Config8Bit(
         product,
         tiling,
         _result_path(product, tiling, n),
         partials_of(tiling) if product.promoted else 0,
         clusters * tiling.splits,
-        max(1, min(group, tiles_m)),
+        max(1, min(raster_group, tiles_m)),
     )
 
 
@@ -238,14 +238,18 @@ _CLUSTERS = {1: 132, 2: 66, 4: 30}
 because not every GPC has a multiple of 4 SMs."""
 
 
+def _resident_clusters(tiling: Tiling8Bit, num_sms: int) -> int:
+    """Resident clusters (blocks, without splits) of a GPU, scaled from those of an H200."""
+    return _CLUSTERS[tiling.splits] * num_sms // _CLUSTERS[1] * tiling.blocks_per_sm
+
+
 def cost_us(
     product: Product8Bit, tiling: Tiling8Bit, m: int, n: int, k: int, num_sms: int
 ) -> float:
     """The estimated time of a tiling on an H200."""
     tiles_m, tiles_n = tiling.tiles(m, n)
     tiles = tiles_m * tiles_n
-    slots = _CLUSTERS[tiling.splits] * num_sms // _CLUSTERS[1] * tiling.blocks_per_sm
-    rounds = -(-tiles // max(1, slots))
+    rounds = -(-tiles // max(1, _resident_clusters(tiling, num_sms)))
     share = tiling.blocks_per_sm if tiles * tiling.splits > num_sms else 1  # blocks on an SM
     area = tiling.tile_m * tiling.tile_n
     selected = product.blocks and tiling.tile_n < 128 and 128 % tiling.tile_n != 0
@@ -280,7 +284,8 @@ def plan_matmul_8bit_sm90(product: Product8Bit, m: int, n: int, k: int, num_sms:
 
 @cache
 def _fastest_tiling(product: Product8Bit, m: int, n: int, k: int, num_sms: int) -> Tiling8Bit:
-    return min(candidates(product, m, n, k), key=lambda t: cost_us(product, t, m, n, k, num_sms))
+    tilings = candidates(product, m, n, k, num_sms)
+    return min(tilings, key=lambda t: cost_us(product, t, m, n, k, num_sms))
 
 
 # ---- Other architectures ----
@@ -294,7 +299,7 @@ class Config8BitSm80:
     tile_m: int
     tile_n: int
     num_blocks: int
-    group: int
+    raster_group: int
     """Tile rows of a rasterisation group."""
 
     def spec(self) -> KernelSpec:
@@ -326,8 +331,8 @@ def configure_sm80(
     tile_m, tile_n = tile
     tiles_m = -(-m // tile_m)
     blocks = tiles_m * -(-n // tile_n)
-    group = round((min(blocks, num_sms) * tile_n / tile_m) ** 0.5)
-    return Config8BitSm80(product, tile_m, tile_n, blocks, max(1, min(group, tiles_m)))
+    raster_group = round((min(blocks, num_sms) * tile_n / tile_m) ** 0.5)
+    return Config8BitSm80(product, tile_m, tile_n, blocks, max(1, min(raster_group, tiles_m)))
 
 
 @cache

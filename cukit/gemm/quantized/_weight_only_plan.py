@@ -111,7 +111,7 @@ class WeightOnlyConfig:
     tiling: WeightOnlyTiling
     num_blocks: int
     """Blocks of the persistent grid."""
-    group: int
+    raster_group: int
     """Tile rows of a rasterisation group."""
     whole_tiles: int
     """Tiles that one block computes alone; with `splits`, the number of blocks."""
@@ -311,26 +311,26 @@ def configure(
         return WeightOnlyConfig(dtype, weight, tiling, tiles_m, 1, tiles_m, 0)
     tiles = tiles_m * -(-tokens // tiling.tokens)
     if tiling.kernel == "expanded":
-        group = min(_EXPANDED_GROUP, tiles_m)
+        raster_group = min(_EXPANDED_GROUP, tiles_m)
         blocks = min(device.num_sms, tiles)
-        return WeightOnlyConfig(dtype, weight, tiling, blocks, group, tiles, 0)
+        return WeightOnlyConfig(dtype, weight, tiling, blocks, raster_group, tiles, 0)
     if tiling.splits > 1:
-        group = _raster_group(tiling, weight, tiles, tiles_m)
+        raster_group = _choose_raster_group(tiling, weight, tiles, tiles_m)
         blocks = tiles * tiling.splits
-        return WeightOnlyConfig(dtype, weight, tiling, blocks, group, blocks, 0)
+        return WeightOnlyConfig(dtype, weight, tiling, blocks, raster_group, blocks, 0)
     blocks = min(device.num_sms * tiling.blocks_per_sm, tiles * weight.steps)
     left = tiles % blocks
     # With fewer steps than blocks, some blocks would have no step.
     possible = left * weight.steps >= blocks
-    group = _raster_group(tiling, weight, blocks, tiles_m)
-    config = WeightOnlyConfig(dtype, weight, tiling, min(blocks, tiles), group, tiles, 0)
+    raster_group = _choose_raster_group(tiling, weight, blocks, tiles_m)
+    config = WeightOnlyConfig(dtype, weight, tiling, min(blocks, tiles), raster_group, tiles, 0)
     shared = replace(config, num_blocks=blocks, whole_tiles=tiles - left, shared_tiles=left)
     if share is None:
         share = _cycles(shared) < _cycles(config)
     return shared if share and possible and left else config
 
 
-def _raster_group(
+def _choose_raster_group(
     tiling: WeightOnlyTiling, weight: WeightDescription, blocks: int, tiles_m: int
 ) -> int:
     """Tile rows of a group for which tiles in flight read equally many bytes of x and weight."""

@@ -171,7 +171,7 @@ class WeightOnlyLaunch:
             rows=n,
             columns=columns,
             steps=config.weight.steps,
-            group=config.group,
+            raster_group=config.raster_group,
             token_stride=token_stride,
             whole_tiles=config.whole_tiles,
         )
@@ -241,7 +241,7 @@ class ExpandedLaunch:
             rows=n,
             columns=k,
             steps=weight.steps,
-            group=config.group,
+            raster_group=config.raster_group,
             token_stride=token_stride,
             whole_tiles=config.whole_tiles,
         )

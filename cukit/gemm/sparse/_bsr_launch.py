@@ -60,9 +60,10 @@ class MatmulSm90:
         )
         # After the last entry: the entries of empty groups, and entries that a warp reads ahead.
         columns = np.append(groups.columns, np.full(_AHEAD, -1, np.int32))
-        numbers = np.append(groups.numbers, np.full((_AHEAD, tiling.slots), -1, np.int32), axis=0)
+        no_blocks = np.full((_AHEAD, tiling.slots), -1, np.int32)
+        block_indices = np.append(groups.block_indices, no_blocks, axis=0)
         self._zeros = xp.zeros((_ZERO_ROWS, tiling.block), _dtype(config.dtype))
-        self._index = _copied(xp, work, columns, numbers)
+        self._index = _copied(xp, work, columns, block_indices)
         rows, turns, _ = work.shape
         scalars = (np.int32(n), np.int32(turns))
         self._launch = Launch(load_kernel(config.spec()), (rows * cluster,), scalars)
@@ -99,7 +100,7 @@ class SampledSm90:
         groups = group_rows(*pattern.entries(False), pattern.grid[1], tiling.slots)
         steps, most = -(-k // tiling.tile_k), tiling.columns // block
         work = sampled_work(groups.starts, steps, most, current_device().num_sms)
-        self._index = _copied(xp, work, groups.columns, groups.numbers)
+        self._index = _copied(xp, work, groups.columns, groups.block_indices)
         num_blocks, turns, _ = work.shape
         self._launch = Launch(load_kernel(config.spec()), (num_blocks,), (np.int32(turns),))
         self._a = _maps(*_box(tiling.tile_k, tiling.rows, not config.a_transposed))
@@ -141,7 +142,7 @@ class SampledSm80:
         (m, n), slots = pattern.shape, TILE_SM80 // config.block
         groups = group_rows(*pattern.entries(False), n // config.block, slots)
         tiles = sampled_pieces(groups.starts, slots)
-        self._index = _copied(xp, tiles, groups.columns, groups.numbers)
+        self._index = _copied(xp, tiles, groups.columns, groups.block_indices)
         parameters = _PARAMETERS.pack(m=m, n=n, k=k, groups=groups.starts.size - 1)
         self._launch = Launch(load_kernel(config.spec()), (len(tiles),), (parameters,))
 

@@ -20,14 +20,14 @@ _PARTNERS = 8  # number of least loaded blocks that are tried for an exchange
 
 
 def assign_tiles(
-    items: HostArray, costs: HostArray, num_blocks: int, alike: HostArray | None = None
+    items: HostArray, costs: HostArray, num_blocks: int, exchange_keys: HostArray | None = None
 ) -> HostArray:
     """Assigns tiles to the blocks of a grid, so that all blocks finish at about the same time.
 
     items: int32 [tiles, 4]: the description of each tile. costs: int [tiles], in any unit. In the
     given order, each tile is assigned to the block that is free first. Then the most loaded blocks
-    exchange tiles with the least loaded ones; if `alike` is given, only tiles with equal values
-    there are exchanged.
+    exchange tiles with the least loaded ones; if `exchange_keys` (int [tiles]) is given, only tiles
+    with equal keys are exchanged.
 
     Returns int32 [blocks, turns, 4]: the tiles of each block in order; a first value of -1 ends the
     list. At most `num_blocks` blocks.
@@ -39,7 +39,7 @@ def assign_tiles(
         at, block = free[0]
         owners[index] = block
         heapq.heapreplace(free, (at + cost, block))
-    _exchange_tiles(owners, costs, num_blocks, alike)
+    _exchange_tiles(owners, costs, num_blocks, exchange_keys)
     order = np.argsort(owners, kind="stable")
     counts = np.bincount(owners, minlength=num_blocks)
     turns = np.arange(len(items)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -49,7 +49,7 @@ def assign_tiles(
 
 
 def _exchange_tiles(
-    owners: HostArray, costs: HostArray, num_blocks: int, alike: HostArray | None
+    owners: HostArray, costs: HostArray, num_blocks: int, exchange_keys: HostArray | None
 ) -> None:
     """Balances the total cost of each owner; modifies `owners`.
 
@@ -65,8 +65,8 @@ def _exchange_tiles(
             taken = np.flatnonzero(owners == first)
             gains = costs[given][:, None] - costs[taken]
             useful = (gains > 0) & (gains < gap)
-            if alike is not None:
-                useful &= alike[given][:, None] == alike[taken]
+            if exchange_keys is not None:
+                useful &= exchange_keys[given][:, None] == exchange_keys[taken]
             if useful.any():
                 best = np.where(useful, abs(2 * gains - gap), gap).argmin()
                 give, take = np.unravel_index(best, gains.shape)
@@ -98,7 +98,9 @@ def matmul_work(
     items[..., 2] = np.where(counts[rows], indptr[rows], indptr[-1])
     items[..., 3] = np.where(counts[rows], indptr[rows + 1], indptr[-1] + padding)
     costs = np.tile(counts[rows] * block + _EPILOGUE, starts.size)
-    return assign_tiles(items.reshape(-1, 4), costs, num_blocks, alike=np.repeat(starts, rows.size))
+    return assign_tiles(
+        items.reshape(-1, 4), costs, num_blocks, exchange_keys=np.repeat(starts, rows.size)
+    )
 
 
 def sampled_work(indptr: HostArray, steps: int, most: int, num_blocks: int) -> HostArray:
@@ -124,7 +126,7 @@ class RowGroups(NamedTuple):
     """int32 [groups + 1]: entries before each group."""
     columns: HostArray
     """int32 [entries]: a block column in which a row of the group has a block; ascending."""
-    numbers: HostArray
+    block_indices: HostArray
     """int32 [entries, rows of a group]: the index of each row's block in that column, or -1."""
 
 
@@ -134,11 +136,11 @@ def group_rows(indptr: HostArray, entries: HostArray, num_columns: int, size: in
     num_groups = -(-counts.size // size)
     rows = np.repeat(np.arange(counts.size, dtype=np.int64), counts)
     keys, places = np.unique(rows // size * num_columns + entries[:, 0], return_inverse=True)
-    numbers = np.full((keys.size, size), -1, np.int32)
-    numbers[places.ravel(), rows % size] = entries[:, 1]
+    block_indices = np.full((keys.size, size), -1, np.int32)
+    block_indices[places.ravel(), rows % size] = entries[:, 1]
     starts = np.searchsorted(keys, np.arange(num_groups + 1, dtype=np.int64) * num_columns)
     columns = keys % max(num_columns, 1)
-    return RowGroups(starts.astype(np.int32), columns.astype(np.int32), numbers)
+    return RowGroups(starts.astype(np.int32), columns.astype(np.int32), block_indices)
 
 
 def pad_groups(groups: RowGroups, count: int) -> RowGroups:
@@ -151,9 +153,9 @@ def pad_groups(groups: RowGroups, count: int) -> RowGroups:
     places = np.arange(groups.columns.size) + np.repeat(starts[:-1] - groups.starts[:-1], counts)
     columns = np.full(starts[-1], -1, np.int32)
     columns[places] = groups.columns
-    numbers = np.full((starts[-1], groups.numbers.shape[1]), -1, np.int32)
-    numbers[places] = groups.numbers
-    return RowGroups(starts, columns, numbers)
+    block_indices = np.full((starts[-1], groups.block_indices.shape[1]), -1, np.int32)
+    block_indices[places] = groups.block_indices
+    return RowGroups(starts, columns, block_indices)
 
 
 def sampled_pieces(starts: HostArray, most: int) -> HostArray:

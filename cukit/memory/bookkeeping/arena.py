@@ -189,11 +189,11 @@ class Arena:
         """Makes a span that is in no index FREE, and merges it; returns the merged span."""
         span.state = FREE
         before, behind = span.prev, span.next
-        if behind is not None and self._joins(span, behind):
+        if behind is not None and self._can_merge(span, behind):
             self.index(behind).remove(behind)
             self._share_stream(span, behind)
             span.swallow_next()
-        if before is not None and self._joins(before, span):
+        if before is not None and self._can_merge(before, span):
             self.index(before).remove(before)
             self._share_stream(before, span)
             before.swallow_next()
@@ -201,7 +201,7 @@ class Arena:
         self.index(span).add(span)
         return span
 
-    def _joins(self, a: Span, b: Span) -> bool:
+    def _can_merge(self, a: Span, b: Span) -> bool:
         if a.state != FREE or b.state != FREE:
             return False
         if a.stream == b.stream:
@@ -217,7 +217,7 @@ class Arena:
         elif kept.stream is None:
             kept.stream, kept.epoch = other.stream, other.epoch
 
-    def retag(self, span: Span, stream: Hashable, epoch: int) -> Span:
+    def assign_stream(self, span: Span, stream: Hashable, epoch: int) -> Span:
         """Assigns a FREE span to another stream (None: any stream) and merges it there."""
         self.index(span).remove(span)
         span.stream, span.epoch = stream, epoch
@@ -323,7 +323,7 @@ class Arena:
         for span in state.index:
             # An earlier iteration may have merged the span into another.
             if span.state == FREE and span.stream == state.key and span.epoch <= state.done:
-                self.retag(span, None, 0)
+                self.assign_stream(span, None, 0)
 
     def unify(self, state: StreamState) -> None:
         """Merges free memory of the stream with shared neighbours; the stream gets the result."""
@@ -332,7 +332,7 @@ class Arena:
                 continue
             for neighbour in (span.prev, span.next):
                 if neighbour and neighbour.state == FREE and neighbour.stream is None:
-                    span = self.retag(neighbour, state.key, span.epoch)
+                    span = self.assign_stream(neighbour, state.key, span.epoch)
 
     def best_fit(self, size: int, state: StreamState) -> Span | None:
         """The smallest free span that fits and that the stream may use without waiting."""

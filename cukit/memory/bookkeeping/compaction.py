@@ -35,8 +35,8 @@ MAX_STEPS = 64
 MANY_ALIKE = 32
 """From this number on, buffers of one size are placed by array code."""
 
-MOVABLE, FREE, WALL = range(3)
-"""Kinds of bytes. Walls do not move, and nothing moves into them."""
+MOVABLE, FREE, IMMOVABLE = range(3)
+"""Kinds of bytes. Immovable ones do not move, and nothing moves into them."""
 
 _NONE = np.empty(0, np.int64)
 
@@ -44,7 +44,7 @@ _NONE = np.empty(0, np.int64)
 @dataclass(frozen=True)
 class Pieces:
     """The mapped bytes of all reservations. All arrays are [number], in address order. Memory that
-    is neither movable nor wall is free."""
+    is neither movable nor immovable is free."""
 
     begin: Ints
     end: Ints
@@ -52,8 +52,8 @@ class Pieces:
     buffer spans two of them."""
     movable: Ints
     movable_size: Ints
-    wall: Ints
-    wall_size: Ints
+    immovable: Ints
+    immovable_size: Ints
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, ...]]) -> Pieces:
@@ -62,7 +62,7 @@ class Pieces:
         end = address + size
         apart = np.ones(len(address) + 1, bool)
         apart[1:-1] = (end[:-1] != address[1:]) | (part[:-1] != part[1:])
-        groups = (column[kind == one] for one in (MOVABLE, WALL) for column in (address, size))
+        groups = (column[kind == one] for one in (MOVABLE, IMMOVABLE) for column in (address, size))
         return cls(address[apart[:-1]], end[apart[1:]], *groups)
 
     @cached_property
@@ -72,9 +72,11 @@ class Pieces:
 
     def free_beside(self, movable: Ints) -> tuple[Ints, Ints]:
         """`free` with the buffers at these addresses, which need not ascend."""
-        low = np.concatenate((self.begin, self.wall + self.wall_size, movable + self.movable_size))
-        high = np.concatenate((self.end, self.wall, movable))
-        # Once sorted, low[i] and high[i] bound the gaps between walls, buffers and borders.
+        low = np.concatenate(
+            (self.begin, self.immovable + self.immovable_size, movable + self.movable_size)
+        )
+        high = np.concatenate((self.end, self.immovable, movable))
+        # Once sorted, low[i] and high[i] bound the gaps between used memory and borders.
         low.sort()
         high.sort()
         high -= low
@@ -82,9 +84,9 @@ class Pieces:
         return low[some], high[some]
 
     def runs(self) -> tuple[Ints, Ints]:
-        """Starts and ends of the stretches between walls."""
-        low = np.sort(np.concatenate((self.begin, self.wall + self.wall_size)))
-        high = np.sort(np.concatenate((self.end, self.wall)))
+        """Starts and ends of the stretches between immovable pieces."""
+        low = np.sort(np.concatenate((self.begin, self.immovable + self.immovable_size)))
+        high = np.sort(np.concatenate((self.end, self.immovable)))
         return low[high > low], high[high > low]
 
 
@@ -170,16 +172,16 @@ def plan_compaction(pieces: Pieces, page_bytes: int, *, remap: bool) -> Plan:
         _slide(pieces, plan.target, plan)
     if not plan.steps:
         return unchanged
-    before = _worth(*pieces.free, page_bytes, remap=remap)
+    before = _largest_hole_bytes(*pieces.free, page_bytes, remap=remap)
     # Evacuated pages are wholly free, which usually decides without measuring all holes.
     if found.freed <= before:
-        after = _worth(*pieces.free_beside(plan.target), page_bytes, remap=remap)
+        after = _largest_hole_bytes(*pieces.free_beside(plan.target), page_bytes, remap=remap)
         if after <= before:
             return unchanged
     return plan
 
 
-def _worth(address: Ints, size: Ints, page_bytes: int, *, remap: bool) -> int:
+def _largest_hole_bytes(address: Ints, size: Ints, page_bytes: int, *, remap: bool) -> int:
     """Bytes of the largest hole in free memory; with `remap`, of the largest after remapping."""
     best = int(size.max(initial=0))
     if not remap:
@@ -269,15 +271,15 @@ def _pages_kept(pieces: Pieces, pages: Pages, *, remap: bool) -> tuple[npt.NDArr
     needed = pieces.movable_size.sum()
     kept = np.zeros(len(room), bool)
     if not remap:
-        room -= pages.bytes_of(pieces.wall, pieces.wall_size)
+        room -= pages.bytes_of(pieces.immovable, pieces.immovable_size)
         kept |= room.cumsum() - room < needed
         return kept, 0
     rank = -moving
-    if len(pieces.wall):
-        walls = pages.bytes_of(pieces.wall, pieces.wall_size)
-        room -= walls
-        rank[walls > 0] -= page + 1
-        kept |= walls > 0
+    if len(pieces.immovable):
+        immovable = pages.bytes_of(pieces.immovable, pieces.immovable_size)
+        room -= immovable
+        rank[immovable > 0] -= page + 1
+        kept |= immovable > 0
     order = rank.argsort(kind="stable")
     room = room[order]
     kept[order] |= room.cumsum() - room < needed

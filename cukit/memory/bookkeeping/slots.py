@@ -24,7 +24,7 @@ def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan
     Args:
         grid: of the only reservation.
         address: [buffers], of the movable buffers, in any order.
-        fixed: [spans], which no buffer can move to: walls and unmapped addresses, in any order.
+        fixed: [spans], which no buffer can move to: immovable and unmapped memory, in any order.
         fixed_size: [spans].
 
     Returns:
@@ -43,9 +43,9 @@ def plan_slots(grid: Grid, address: Ints, fixed: Ints, fixed_size: Ints) -> Plan
     held = np.bincount(page, minlength=grid.num_pages)
     kept = np.zeros(len(held), bool)
     if len(fixed):
-        walls = _covered(number, fixed - grid.begin, fixed_size, length)
-        taken |= walls
-        blocked = np.add.reduce(walls.reshape(-1, per_page), axis=1, dtype=np.int64)
+        covered = _covered(number, fixed - grid.begin, fixed_size, length)
+        taken |= covered
+        blocked = np.add.reduce(covered.reshape(-1, per_page), axis=1, dtype=np.int64)
         room = per_page - blocked
         np.greater(blocked, 0, out=kept)
         rank = -held

@@ -60,7 +60,7 @@ class FixedSpans(NamedTuple):
     """Everything that is not free and cannot move."""
 
     live: list[Span]
-    idle: list[Span]
+    unavailable: list[Span]
     """In use by other streams, at a second mapping, or reserved for a captured graph."""
     unmapped: list[Span]
     """In address order."""
@@ -80,7 +80,7 @@ class FixedSpans(NamedTuple):
     def walls(self, grid: Grid) -> array[int]:
         """Addresses and sizes, alternating, of all fixed spans in the grid."""
         found, end = array("q"), grid.end
-        for spans in (self.live, self.idle, self.unmapped):
+        for spans in (self.live, self.unavailable, self.unmapped):
             for span in spans:
                 if span.address < end:
                     found.append(span.address)
@@ -110,8 +110,8 @@ class UsedSpans:
     @classmethod
     def of(cls, columns: tuple[Ints, Ints, Ints], fixed: FixedSpans) -> UsedSpans:
         """`columns`: rows, addresses and sizes from Movables."""
-        live, idle, unmapped, ranges = fixed
-        others = live + idle + unmapped
+        live, unavailable, unmapped, ranges = fixed
+        others = live + unavailable + unmapped
         at = np.array(list(map(_address, others)), np.int64)
         size = np.array(list(map(_size, others)), np.int64)
         return cls(*columns, live, others, at, size, unmapped, ranges)
@@ -129,10 +129,10 @@ class UsedSpans:
         """The same spans as input of the compaction planner."""
         used = self.in_address_order()
         fixed = len(self.others) - len(self.unmapped)
-        wall, wall_size = self.others_at[:fixed], self.others_size[:fixed]
-        if (wall[1:] < wall[:-1]).any():
-            order = np.argsort(wall)
-            wall, wall_size = wall[order], wall_size[order]
+        immovable, immovable_size = self.others_at[:fixed], self.others_size[:fixed]
+        if (immovable[1:] < immovable[:-1]).any():
+            order = np.argsort(immovable)
+            immovable, immovable_size = immovable[order], immovable_size[order]
         begins = [part.address for part in self.ranges] + [span.end for span in self.unmapped]
         ends = [part.address + part.size for part in self.ranges]
         ends += [span.address for span in self.unmapped]
@@ -140,7 +140,7 @@ class UsedSpans:
             pair for pair in zip(sorted(begins), sorted(ends), strict=True) if pair[0] < pair[1]
         ]
         begin, end = np.array(mapped, np.int64).reshape(-1, 2).T
-        return Pieces(begin, end, used.movable, used.movable_size, wall, wall_size)
+        return Pieces(begin, end, used.movable, used.movable_size, immovable, immovable_size)
 
     def holes(self, paging: Paging) -> Holes:
         """The free memory between these spans."""
@@ -242,5 +242,5 @@ def survey(arena: Arena, used: UsedSpans, paging: Paging) -> Survey:
 def _freed_by_moving(pieces: Pieces, page_bytes: int) -> int:
     pages = Pages(pieces, page_bytes)
     movable = pages.bytes_of(pieces.movable, pieces.movable_size)
-    walls = pages.bytes_of(pieces.wall, pieces.wall_size)
-    return int(pages.bytes_of(*pieces.free)[(movable > 0) & (walls == 0)].sum())
+    immovable = pages.bytes_of(pieces.immovable, pieces.immovable_size)
+    return int(pages.bytes_of(*pieces.free)[(movable > 0) & (immovable == 0)].sum())

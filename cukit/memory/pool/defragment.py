@@ -100,22 +100,22 @@ class Defragmenter:
         arena, live, movables = self._arena, self._live, self._movables
         movables.settle()
         fixed: list[Span] = []
-        idle: list[Span] = []
+        unavailable: list[Span] = []
         if len(live) > movables.num_alone:
             fixed = [
                 span for span in live.values() if span.holder is None or span.holder.row == NO_ROW
             ]
         if self._supply.pending:
-            idle += [span for span, _ in self._supply.pending]
+            unavailable += [span for span, _ in self._supply.pending]
         if self._stitcher.stitched:
-            idle += self._stitcher.aliased()
+            unavailable += self._stitcher.aliased()
         for state in arena.streams.states.values():
             if state.private:  # a launch of the captured graph uses them again
-                idle += [*chain.from_iterable(state.bins.values()), *state.index]
+                unavailable += [*chain.from_iterable(state.bins.values()), *state.index]
         unmapped = list(arena.unmapped.values())
         if len(unmapped) > 1:
             unmapped.sort(key=attrgetter("address"))
-        return FixedSpans(fixed, idle, unmapped, arena.ranges())
+        return FixedSpans(fixed, unavailable, unmapped, arena.ranges())
 
     def run(self, stream: Hashable) -> DefragmentReport:
         """Synchronises the device, moves buffers, remaps pages."""

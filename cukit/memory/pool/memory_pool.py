@@ -70,7 +70,7 @@ Free: TypeAlias = OwnerRef | int | tuple[int, Any] | Holder
 ROUND_UP = ALIGNMENT - 1
 ROUND_DOWN = -ALIGNMENT
 
-AUTOMATIC_EVERY = 256
+MIN_ALLOCATIONS_BETWEEN_DEFRAGMENTS = 256
 """Minimum number of allocations between two automatic defragmentations, each of which synchronises
 the device."""
 
@@ -670,7 +670,7 @@ class MemoryPool:
         if holes.whole_pages >= size or holes.fragmentation <= self.config.defrag_threshold:
             return False
         report = self._defragmenter.run(state.key)
-        self._next_defragment = counters.allocations + AUTOMATIC_EVERY
+        self._next_defragment = counters.allocations + MIN_ALLOCATIONS_BETWEEN_DEFRAGMENTS
         return report.largest_free_after > report.largest_free_before
 
     # Captured graphs ----------------------------------------------------------------------------
@@ -696,7 +696,7 @@ class MemoryPool:
             arena.flush(state)
             for span in state.index:
                 if not span.gone:  # else merged into a neighbour earlier in this loop
-                    arena.retag(span, None, 0)
+                    arena.assign_stream(span, None, 0)
             del states[key]
 
     # Deferred frees -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ pages that would have been remapped stay free where they are, and the same numbe
 returned to the device during later requests (`shed`). At the limit, single pages are destroyed and
 created again as large ones, which takes less time than mapping them one by one. A large page with a
 live byte cannot be remapped, so a free one is split into single pages before a block takes part of
-it (`keep_whole`).
+it (`split_partly_used`).
 """
 
 from __future__ import annotations
@@ -149,20 +149,20 @@ class Pager:
                 return None
         for run in runs:
             self.unmap(run)
-        return self._map(place, stream) if self.make_ready(place.pages) else None
+        return self._map(place, stream) if self.convert_spare(place.pages) else None
 
-    def find_pages(self, count: int, spared: Sequence[Span]) -> list[Run] | None:
+    def find_pages(self, count: int, excluded: Sequence[Span]) -> list[Run] | None:
         """Creates missing pages, as far as the limit and the device allow, and returns the runs to
         unmap so that `count` pages are spare. None: there are too few."""
         missing = count - self.num_spare
-        runs = self._whole_pages(missing, spared) if missing > 0 else []
+        runs = self._whole_pages(missing, excluded) if missing > 0 else []
         found = sum(run.pages for run in runs)
         large = count >= self.large_from
         if large and runs and self.large_pages > 1:
             kept = self._create_instead(runs, max(missing - found, 0))
             if kept:
                 missing -= kept
-                runs = self._whole_pages(missing, spared, large_first=True) if missing > 0 else []
+                runs = self._whole_pages(missing, excluded, large_first=True) if missing > 0 else []
                 found = sum(run.pages for run in runs)
         missing -= found
         return runs if missing <= 0 or self._create(missing, large=large) else None
@@ -193,9 +193,9 @@ class Pager:
         starts, end = self._large_starts, run.address + run.pages * self.page_bytes
         return bisect_left(starts, end) - bisect_left(starts, run.address)
 
-    def shed(self, most: int = SHED_AT_ONCE, spared: Span | None = None) -> int:
+    def shed(self, most: int = SHED_AT_ONCE, excluded: Span | None = None) -> int:
         """Returns to the device up to `most` of the pages that `_create_instead` left in place, or
-        others that are wholly free; returns their number. `spared`: a free span that stays as it
+        others that are wholly free; returns their number. `excluded`: a free span that stays as it
         is."""
         most = min(most, self.excess)
         if not most:
@@ -203,7 +203,7 @@ class Pager:
         runs: list[Run] = []
         found = 0
         for span in self._arena.streams.shared.index.at_least(self.page_bytes, most + 1):
-            if span is spared:
+            if span is excluded:
                 continue
             for run in self._runs(span, most - found, False if self.large_mapped else None):
                 runs.append(run)
@@ -221,7 +221,7 @@ class Pager:
         self.excess -= found
         return len(pages)
 
-    def make_ready(self, count: int) -> bool:
+    def convert_spare(self, count: int) -> bool:
         """Converts spare pages so that they can be mapped as `count` pages: single pages to large
         ones if `count` is large, large pages to single ones if those are too few.
 
@@ -242,7 +242,7 @@ class Pager:
         large = min(len(self.large_spare), count // self.large_pages)
         return count - large * self.large_pages - len(self.spare)
 
-    def keep_whole(self, span: Span, start: int, size: int) -> Span | None:
+    def split_partly_used(self, span: Span, start: int, size: int) -> Span | None:
         """Splits the large pages of a free span that a block of `size` bytes at `start` would fill
         only in part, if any stream may use the span. Returns the span.
 
@@ -322,7 +322,7 @@ class Pager:
                 return 0
         for run in runs:
             self.unmap(run)
-        if not self.make_ready(pages):
+        if not self.convert_spare(pages):
             place = place._replace(pages=self.num_spare)
         if place.pages:  # another process may have taken all of the memory
             self._map(place, None)
@@ -458,7 +458,7 @@ class Pager:
         return None
 
     def _whole_pages(
-        self, most: int, spared: Sequence[Span], *, large_first: bool = False
+        self, most: int, excluded: Sequence[Span], *, large_first: bool = False
     ) -> list[Run]:
         """`most` wholly free pages that any stream may use (more if the last is a large page), or
         all there are, from the smallest holes first, so that large holes stay large.
@@ -469,7 +469,7 @@ class Pager:
         spans = [
             span
             for span in self._arena.streams.shared.index.at_least(self.page_bytes)
-            if span not in spared
+            if span not in excluded
         ]
         runs: list[Run] = []
         many = large_first or most >= self.large_from
@@ -649,7 +649,7 @@ class Pager:
             span.stream, span.epoch = stream, max(one.epoch for one in owned)
             for one in place.neighbours:
                 if one.stream is None:
-                    self._arena.retag(one, stream, span.epoch)
+                    self._arena.assign_stream(one, stream, span.epoch)
         return self._arena.put_free(span)
 
     def _grow_by_segment(self, size: int) -> Span | None:

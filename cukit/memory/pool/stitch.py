@@ -30,10 +30,10 @@ from cukit.memory.pool.listeners import Emit
 from cukit.memory.pool.pager import Pager
 from cukit.memory.providers.provider import Provider
 
-MIN_EDGES = 32
-"""Free ends smaller than 1/32 of a page are not mapped a second time."""
+MIN_EDGE_SHARE = 1 / 32
+"""Minimum size of a free span whose ends are mapped a second time, as a share of a page."""
 NO_LIMIT = 1 << 62
-MAX_EDGES = 128
+MAX_SPANS_EXAMINED = 128
 """Maximum number of free spans examined per index for one hole."""
 
 
@@ -63,9 +63,9 @@ class _Alias(NamedTuple):
     """A second mapping of a page."""
 
     address: int
-    foreign: Span
+    at_second: Span
     """At the second address: the bytes in use at the first."""
-    lent: Span
+    at_first: Span
     """At the first address: the bytes in use at the second."""
 
 
@@ -96,7 +96,7 @@ class Stitcher:
         """Makes a hole of at least `size` bytes that the stream may use; returns the hole.
 
         `fewer_than`: only if the hole takes fewer wholly free pages than this.
-        `waste_below`: only if fewer bytes of the edges than this stay unused.
+        `waste_below`: only if the unused part of the edges is smaller than this many bytes.
         Returns None if no such hole can be made.
         """
         if not self._provider.can_remap or state.private:
@@ -111,7 +111,7 @@ class Stitcher:
             return None
         for run in runs:
             self._pager.unmap(run)
-        if not self._pager.make_ready(plan.pages):
+        if not self._pager.convert_spare(plan.pages):
             return None
         hole = self._map(plan, place.address)
         hole.stream, hole.epoch = None, 0
@@ -119,7 +119,7 @@ class Stitcher:
         if owned:
             hole.stream, hole.epoch = state.key, max(span.epoch for span in owned)
         for edge in edges:
-            self._aliases.append(self._lend(edge, hole))
+            self._aliases.append(self._mark_aliased(edge, hole))
         self._emit("segment_map", hole.address, hole.size, None)
         return self._arena.put_free(hole)
 
@@ -137,8 +137,8 @@ class Stitcher:
     def aliased(self) -> Iterator[Span]:
         """Spans of bytes in use at another address of their page."""
         for second in self._aliases:
-            yield second.foreign
-            yield second.lent
+            yield second.at_second
+            yield second.at_first
 
     # Planning ---------------------------------------------------------------------------------
 
@@ -171,8 +171,9 @@ class Stitcher:
         """Free ends and free starts of pages, each sorted by size."""
         page, large = self._page_bytes, self._pager.large_around
         tails, heads = [], []
+        least = int(page * MIN_EDGE_SHARE)
         for index in (state.index, self._arena.streams.shared.index):
-            for span in index.at_least(page // MIN_EDGES, MAX_EDGES):
+            for span in index.at_least(least, MAX_SPANS_EXAMINED):
                 first, last = -(-span.address // page) * page, span.end // page * page
                 # Part of a large page cannot be mapped a second time.
                 if span.address < first <= span.end and large(first - page) is None:
@@ -205,28 +206,28 @@ class Stitcher:
         pager.note_mapped(behind, pages, large)
         whole = self._arena.cut_unmapped(pager.hole_at(address), address, len(mapped) * page)
         hole = whole.isolate(start, size)
-        for foreign in (hole.prev if plan.tail else None, hole.next if plan.head else None):
-            if foreign is not None:
-                foreign.state = ALIASED
+        for span in (hole.prev if plan.tail else None, hole.next if plan.head else None):
+            if span is not None:
+                span.state = ALIASED
         return hole
 
-    def _lend(self, edge: Edge, hole: Span) -> _Alias:
+    def _mark_aliased(self, edge: Edge, hole: Span) -> _Alias:
         """Marks an edge as in use by the hole."""
-        lent = self._arena.carve(edge.span, edge.address, edge.size)
-        lent.state, lent.stream, lent.epoch = ALIASED, None, 0
-        self._emit("segment_unmap", lent.address, lent.size, None)
+        at_first = self._arena.carve(edge.span, edge.address, edge.size)
+        at_first.state, at_first.stream, at_first.epoch = ALIASED, None, 0
+        self._emit("segment_unmap", at_first.address, at_first.size, None)
         page = self._page_bytes
         is_tail = edge.address % page != 0
-        foreign = hole.prev if is_tail else hole.next
-        assert foreign is not None
-        return _Alias(foreign.address if is_tail else foreign.end - page, foreign, lent)
+        at_second = hole.prev if is_tail else hole.next
+        assert at_second is not None
+        return _Alias(at_second.address if is_tail else at_second.end - page, at_second, at_first)
 
     def _free_part(self, second: _Alias) -> Span | None:
         """The free span that contains the page's part of the hole; None unless that part is free
         and any stream may use it."""
-        foreign = second.foreign
-        is_tail = foreign.address == second.address
-        span = foreign.next if is_tail else foreign.prev
+        aliased = second.at_second
+        is_tail = aliased.address == second.address
+        span = aliased.next if is_tail else aliased.prev
         if span is None or span.state != FREE or span.stream is not None:
             return None
         reaches = span.end >= second.address + self._page_bytes
@@ -239,12 +240,12 @@ class Stitcher:
         size = min(second.address + page, span.end) - start
         part = arena.carve(span, start, size)
         arena.put_unmapped(part)
-        arena.put_unmapped(second.foreign)
+        arena.put_unmapped(second.at_second)
         del self._pager.mapped[second.address]
         self._aliases.remove(second)
         self._emit("segment_unmap", start, size, None)
-        self._emit("segment_map", second.lent.address, second.lent.size, None)
-        arena.put_free(second.lent)
+        self._emit("segment_map", second.at_first.address, second.at_first.size, None)
+        arena.put_free(second.at_first)
 
 
 def _size(edge: Edge) -> int:

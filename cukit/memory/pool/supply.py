@@ -90,23 +90,25 @@ class Supply:
         if span is None:
             return None
         if cheap and not state.private:
-            self._pager.shed(spared=span)
+            self._pager.shed(excluded=span)
         start = arena.page_saving_start(span, size) if nearly_full else span.address
         if self._pager.large_mapped:
-            kept = self._keep_whole(span, start, size, state)
-            if kept is None:
+            split = self._split_partly_used(span, start, size, state)
+            if split is None:
                 return self.obtain(size, state, under_pressure=under_pressure)
-            span = kept
+            span = split
         return arena.take(span, start, size, state.key)
 
-    def _keep_whole(self, span: Span, start: int, size: int, state: StreamState) -> Span | None:
+    def _split_partly_used(
+        self, span: Span, start: int, size: int, state: StreamState
+    ) -> Span | None:
         """Splits large pages that the block would fill only in part; returns the free span for the
         block, or None if the span no longer exists."""
         if span.stream is not None and not state.private and not self._provider.capturing():
             self._streams.poll(state)
             if span.epoch <= state.done:
-                span = self._arena.retag(span, None, 0)
-        return self._pager.keep_whole(span, start, size)
+                span = self._arena.assign_stream(span, None, 0)
+        return self._pager.split_partly_used(span, start, size)
 
     def _apart(self, size: int, state: StreamState) -> bool:
         """Whether small blocks and larger ones are kept on different pages."""

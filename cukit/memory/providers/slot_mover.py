@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from cukit.core.kernel import NULL, by_value, load_kernel
 from cukit.memory.batched_copy import TILE_BYTES, plan_batched_copy
-from cukit.memory.slot_grid import MAX_ROWS, MAX_WALLS, REQUEST, Grid, fits, plan_slot_planner
+from cukit.memory.slot_grid import MAX_ROWS, MAX_WALLS, REQUEST, Grid, fits, slot_planner_spec
 
 Ints = npt.NDArray[np.int64]
 
@@ -98,7 +98,7 @@ class _Launcher:
         self._plan_args = (*host[:3], table, num_moves, *host[3:])
         self._copy_args = (NULL, table, num_moves, by_value(np.int32(0)))
         self._plan, self._copy = (
-            load_kernel(plan_slot_planner()),
+            load_kernel(slot_planner_spec()),
             load_kernel(plan_batched_copy(ordered=False, planned=True)),
         )
         self._planned = cuda.Event(disable_timing=True)

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "common/emulator/foreign.h"
+#include "common/emulator/third_party.h"
 #include "common/emulator/host_math.h"
 
 namespace cukit::emulator::ptx {

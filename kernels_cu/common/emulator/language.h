@@ -1,5 +1,5 @@
-// CUDA's language beyond the needs of this project's kernels: third-party sources are compiled with
-// this header prepended (cukit/emulator/program.py).
+// Parts of CUDA C++ that this project's own kernels do not need. Third-party sources are compiled
+// with this header prepended (cukit/emulator/builder.py).
 #pragma once
 
 // Included before platform.h, whose macros clash with names in these headers.

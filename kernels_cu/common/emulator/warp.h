@@ -1,7 +1,7 @@
 // Block barriers, and warp shuffles, votes, matches and reductions.
 #pragma once
 
-#include "common/emulator/foreign.h"
+#include "common/emulator/third_party.h"
 #include "common/emulator/memory.h"
 #include "common/emulator/thread.h"
 

@@ -26,12 +26,12 @@
 #include "common/hopper/gemm_epilogue.cuh"
 #include "common/hopper/pipeline.cuh"
 #include "common/hopper/shared_tile.cuh"
-#include "common/hopper/tile_scheduler.cuh"
 #include "common/hopper/warp_specialized.cuh"
 #include "common/platform.cuh"
 #include "common/ptx/cluster.cuh"
 #include "common/ptx/tma.cuh"
 #include "common/ptx/wgmma.cuh"
+#include "common/tile_scheduler.cuh"
 
 namespace cukit {
 
@@ -130,8 +130,8 @@ CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule&
   epilogue.finish();
 }
 
-// As consume(), with two consumer warpgroups that alternate: `group` 0 computes the whole tiles of
-// turns 0, 2, ..., group 1 those of turns 1, 3, ...; one runs its epilogue while the other
+// As consume(), with two consumer warpgroups that alternate: `consumer` 0 computes the whole tiles
+// of turns 0, 2, ..., consumer 1 those of turns 1, 3, ...; one runs its epilogue while the other
 // multiplies. The main loops run in the order of the turns, so the stages are read in the order in
 // which they were filled, each by one warpgroup: `pipeline` expects kWarpgroupWarps consumer
 // arrivals.
@@ -144,13 +144,13 @@ CUKIT_DEVICE void consume_overlapped(Pipeline<Stages>& pipeline, const Schedule&
 // product.multiply<0>() calls its last argument once a tile's wgmmas have been issued.
 template <int Stages, typename Schedule, typename Product, typename Epilogue>
 CUKIT_DEVICE void consume_alternating(Pipeline<Stages>& pipeline, StageBarriers<1>& issued,
-                                      int group, const Schedule& schedule, const Product& product,
-                                      Epilogue& epilogue) {
+                                      int consumer, const Schedule& schedule,
+                                      const Product& product, Epilogue& epilogue) {
   PipelineState<Stages> state;
   PipelineState<1> order;
   typename Schedule::Tile tile;
   for (int turn = 0; schedule.tile(turn, tile); ++turn) {
-    if (turn % 2 == group) {
+    if (turn % 2 == consumer) {
       typename Product::Accumulators sums;
       detail::begin_tile(epilogue, tile, 0);
       issued.wait_previous(order);
@@ -292,13 +292,13 @@ struct GemmShape {
   static constexpr int kTileK = 128 / static_cast<int>(sizeof(T));
   static constexpr int kCluster = ClusterSize;
   static constexpr int kConsumers = Consumers;
-  static constexpr int kGroupRows = TileM / Consumers;          // per consumer
-  static constexpr int kRowTiles = kGroupRows / kWarpgroupRows;  // of wgmma, per consumer
+  static constexpr int kConsumerRows = TileM / Consumers;
+  static constexpr int kRowTiles = kConsumerRows / kWarpgroupRows;  // of wgmma, per consumer
   using TileA = OperandTile<T, TileM, kTileK, MajorA>;
   using TileB = OperandTile<T, TileN, kTileK, MajorB>;
   static constexpr int kStageBytes = TileA::kBytes + TileB::kBytes;
 
-  static_assert(kGroupRows % kWarpgroupRows == 0, "full wgmmas per warpgroup");
+  static_assert(kConsumerRows % kWarpgroupRows == 0, "full wgmmas per warpgroup");
   static_assert(kRowTiles * TileN <= 256, "accumulators fit into registers");
   static_assert(ClusterSize == 1 || MajorB == Major::K, "blocks share rows of a K-major b");
 
@@ -429,8 +429,8 @@ struct SharedProduct {
   using Accumulators = Sum[Shape::kRowTiles][Shape::kTileN / 2];
   unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
 
-  CUKIT_DEVICE SharedProduct(const unsigned char* stages, int group)
-      : a(Shape::TileA::descriptor(stages) + group * Shape::TileA::along(Shape::kGroupRows)),
+  CUKIT_DEVICE SharedProduct(const unsigned char* stages, int consumer)
+      : a(Shape::TileA::descriptor(stages) + consumer * Shape::TileA::along(Shape::kConsumerRows)),
         b(Shape::TileB::descriptor(stages + Shape::TileA::kBytes)) {}
 
   template <int Stages, typename Tile>

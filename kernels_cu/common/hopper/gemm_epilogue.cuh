@@ -8,8 +8,8 @@
 #pragma once
 
 #include "common/hopper/store.cuh"
-#include "common/hopper/tile_scheduler.cuh"
 #include "common/platform.cuh"
+#include "common/tile_scheduler.cuh"
 
 namespace cukit {
 
@@ -42,33 +42,36 @@ struct StagedEpilogue {
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* out;    // boxes of [64, kPieceColumns], swizzled
   int rows, columns;       // of the result
-  int group;               // this consumer
+  int consumer;
   Transform transform;
   const TensorMap* kept = nullptr;     // kKeeps: [rows, columns] for the first part, boxes as `out`
   const TensorMap* kept_up = nullptr;  // kKeeps, kParts 2: the same for the second part
 
   CUKIT_DEVICE void begin(const MatrixTile& tile) {
-    transform.begin(Shape::row(tile) + group * Shape::kGroupRows, tile.n * kColumns);
+    transform.begin(Shape::row(tile) + consumer * Shape::kConsumerRows, tile.n * kColumns);
   }
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
-    unsigned char* const buffer = buffers + group * Store::kBytes;
+    unsigned char* const buffer = buffers + consumer * Store::kBytes;
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      const int row =
+          Shape::row(tile) + consumer * Shape::kConsumerRows + row_tile * kWarpgroupRows;
       const int column = tile.n * kColumns;
       if (row_tile > 0) transform.begin(row, column);
       transform.prepare(sums[row_tile], row, column);
       if constexpr (Transform::kKeeps) {
-        Store::template store<0>(sums[row_tile], buffer, kept, column, row, columns, rows, 1 + group);
+        Store::template store<0>(sums[row_tile], buffer, kept, column, row, columns, rows,
+                                 1 + consumer);
         if constexpr (Transform::kParts == 2) {
           Store::template store<kColumns / 2>(sums[row_tile], buffer, kept_up, column, row, columns,
-                                              rows, 1 + group);
+                                              rows, 1 + consumer);
         }
       }
       transform(sums[row_tile], row, column);
-      Store::template store<0>(sums[row_tile], buffer, out, column, row, columns, rows, 1 + group);
+      Store::template store<0>(sums[row_tile], buffer, out, column, row, columns, rows,
+                               1 + consumer);
     }
   }
 
@@ -89,13 +92,13 @@ struct OverlappedEpilogue {
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* out;    // boxes of [64, kPieceColumns], swizzled
   int rows, columns;       // of the result
-  int group;               // this consumer
+  int consumer;
   Transform transform;
 
   template <typename Accumulators>
   CUKIT_DEVICE void store_step(const Accumulators& sums, const MatrixTile& tile, int step) {
     constexpr int kValues = kStepColumns / 2;  // per thread
-    const int row = Shape::row(tile) + group * Shape::kGroupRows;
+    const int row = Shape::row(tile) + consumer * Shape::kConsumerRows;
     const int first = step * kStepColumns;
     const int column = tile.n * Shape::kTileN + first;
     float values[kValues];
@@ -104,8 +107,8 @@ struct OverlappedEpilogue {
     for (int i = 0; i < kValues; ++i) values[i] = sums[0][step * kValues + i];
     transform.prepare(values, row, column);
     transform(values, row, column);
-    Store::template store_part<kStepColumns>(values, buffers + group * Store::kBytes, out, column,
-                                             row, columns, rows, 1 + group, first);
+    Store::template store_part<kStepColumns>(values, buffers + consumer * Store::kBytes, out,
+                                             column, row, columns, rows, 1 + consumer, first);
   }
 
   CUKIT_DEVICE void finish() const { Store::finish(); }
@@ -120,28 +123,29 @@ struct TransposedEpilogue {
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* out;    // boxes of [kTileN, 64], swizzled
   int rows, columns;       // of the product
-  int group;               // this consumer
+  int consumer;
   Transform transform;
   const TensorMap* kept = nullptr;
 
   CUKIT_DEVICE void begin(const MatrixTile& tile) {
-    transform.begin(Shape::row(tile) + group * Shape::kGroupRows, Shape::column(tile));
+    transform.begin(Shape::row(tile) + consumer * Shape::kConsumerRows, Shape::column(tile));
   }
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
-    unsigned char* const buffer = buffers + group * Store::kBytes;
+    unsigned char* const buffer = buffers + consumer * Store::kBytes;
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      const int row =
+          Shape::row(tile) + consumer * Shape::kConsumerRows + row_tile * kWarpgroupRows;
       const int column = Shape::column(tile);
       if (row_tile > 0) transform.begin(row, column);
       transform.prepare(sums[row_tile], row, column);
       if constexpr (Transform::kKeeps) {
-        Store::store(sums[row_tile], buffer, kept, row, column, rows, columns, 1 + group);
+        Store::store(sums[row_tile], buffer, kept, row, column, rows, columns, 1 + consumer);
       }
       transform(sums[row_tile], row, column);
-      Store::store(sums[row_tile], buffer, out, row, column, rows, columns, 1 + group);
+      Store::store(sums[row_tile], buffer, out, row, column, rows, columns, 1 + consumer);
     }
   }
 

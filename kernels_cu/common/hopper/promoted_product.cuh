@@ -90,7 +90,7 @@ struct BlockScales {
   static_assert(kUnit <= kScaleBlock, "a tile starts or ends within a block of columns");
   static_assert(kStaticBoundary || kBlocks <= 2, "at most one boundary at run time");
 
-  int group;  // this consumer
+  int consumer;
 
   struct Factors {
     float of[kBlocks][2];  // for the lane's two rows and the columns of each block
@@ -98,9 +98,9 @@ struct BlockScales {
 
   class Cursor {
    public:
-    // `early`: the scales of a in a stage begin this number of rows before the tile's first row.
-    CUKIT_DEVICE Cursor(const BlockScales& scales, const MatrixTile& tile, int early = 0)
-        : row_(scales.group * Shape::kGroupRows + accumulator_row() + early),
+    // rows_before_tile: the scales of a in a stage begin that many rows before the tile's first.
+    CUKIT_DEVICE Cursor(const BlockScales& scales, const MatrixTile& tile, int rows_before_tile = 0)
+        : row_(scales.consumer * Shape::kConsumerRows + accumulator_row() + rows_before_tile),
           boundary_(kScaleBlock - Shape::column(tile) % kScaleBlock) {}
 
     CUKIT_DEVICE Factors factors(const unsigned char* stage, int row_tile) const {
@@ -233,9 +233,9 @@ struct PromotedProduct {
   unsigned long long a, b;  // descriptors of this consumer's operands in stage 0
   Scales scales;
 
-  CUKIT_DEVICE PromotedProduct(const unsigned char* stages, int group, const Scales& scales)
+  CUKIT_DEVICE PromotedProduct(const unsigned char* stages, int consumer, const Scales& scales)
       : stages(stages),
-        a(Shape::TileA::descriptor(stages) + group * Shape::TileA::along(Shape::kGroupRows)),
+        a(Shape::TileA::descriptor(stages) + consumer * Shape::TileA::along(Shape::kConsumerRows)),
         b(Shape::TileB::descriptor(stages + Shape::TileA::kBytes)),
         scales(scales) {}
 

@@ -59,13 +59,14 @@ template <typename Shape, typename Out, ResultPath Path>
 struct ScaledEpilogue {
   static constexpr int kBytes = 0;
   ScaledResult<Out> result;
-  int group;  // this consumer
+  int consumer;
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(const Accumulators& sums, const MatrixTile& tile) const {
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      const int row =
+          Shape::row(tile) + consumer * Shape::kConsumerRows + row_tile * kWarpgroupRows;
       write_result<Path>(result, sums[row_tile], row, Shape::column(tile));
     }
   }
@@ -82,7 +83,7 @@ struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
   using Store = StagedStore<Out, Shape::kTileN, kPiece, kPieces>;
   static constexpr int kBytes = Shape::kConsumers * Store::kBytes;
   ScaledResult<Out> result;
-  int group;               // this consumer
+  int consumer;
   unsigned char* buffers;  // kBytes of shared memory
   const TensorMap* map;    // of the result: boxes of [64, kPiece], swizzled
 
@@ -96,7 +97,8 @@ struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+        const int row =
+            Shape::row(tile) + consumer * Shape::kConsumerRows + row_tile * kWarpgroupRows;
         row_scales[row_tile][half] = result.a.at(row + accumulator_row() + 8 * half, result.rows);
       }
     const int lane = threadIdx.x % kWarpSize;
@@ -108,10 +110,10 @@ struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(const Accumulators& sums, const MatrixTile& tile) const {
-    unsigned char* const own = buffers + group * Store::kBytes;
-    const int first_row = Shape::row(tile) + group * Shape::kGroupRows;
+    unsigned char* const own = buffers + consumer * Store::kBytes;
+    const int first_row = Shape::row(tile) + consumer * Shape::kConsumerRows;
     const int first_column = Shape::column(tile);
-    Store::acquire(1 + group);
+    Store::acquire(1 + consumer);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       const int row_tile = i / kRowPieces;
@@ -129,7 +131,7 @@ struct ScaledEpilogue<Shape, Out, ResultPath::Staged> {
                    first_column + first + accumulator_column(), row_scales[row_tile], scale_of);
       Store::write(values, own + i * Store::Piece::kBytes);
     }
-    Store::send(kPieces, own, 1 + group, [&](int i, const unsigned char* buffer) {
+    Store::send(kPieces, own, 1 + consumer, [&](int i, const unsigned char* buffer) {
       const int row = first_row + i / kRowPieces * kWarpgroupRows;
       const int column = first_column + i % kRowPieces * kPiece;
       if (row < result.rows) Store::Piece::store(map, buffer, column, row, result.columns);
@@ -146,7 +148,7 @@ struct ScaledSplitEpilogue {
   static constexpr int kBytes = Sums::kBytes;
   static_assert(Sums::kColumns % Sums::kSliceColumns == 0, "all slices are equally wide");
   ScaledResult<Out> result;
-  int group;  // this consumer
+  int consumer;
   Sums sums;  // kBytes of shared memory
 
   template <typename Accumulators>
@@ -155,7 +157,8 @@ struct ScaledSplitEpilogue {
     if (!sums.exchange(own, partial, [] {})) return;
 #pragma unroll
     for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
-      const int row = Shape::row(tile) + group * Shape::kGroupRows + row_tile * kWarpgroupRows;
+      const int row =
+          Shape::row(tile) + consumer * Shape::kConsumerRows + row_tile * kWarpgroupRows;
       write_result<Path>(result, own[row_tile], row, Sums::first_column(tile));
     }
   }

@@ -61,7 +61,7 @@ struct SplitSums {
 #pragma unroll
     for (int to = 0; to < kSlices; ++to) {
       // Block `to` receives the accumulators of block (to + 1 + i) % Splits in slot i.
-      const int place = (rank - to - 1 + Splits) % Splits;
+      const int slot = (rank - to - 1 + Splits) % Splits;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
         const int row_tile = word * 4 / kSlice;
@@ -75,7 +75,7 @@ struct SplitSums {
           for (int i = 0; i < 4; ++i) own[row_tile][within + i] = four[i];
         } else if (exists) {
           store_async_remote(
-              &received[(place * kWords + word) * kThreads + thread], to,
+              &received[(slot * kWords + word) * kThreads + thread], to,
               make_float4(bits(four[0]), bits(four[1]), bits(four[2]), bits(four[3])),
               &arrived->stage[0]);
         }
@@ -90,8 +90,8 @@ struct SplitSums {
       Sum* const to = &own[word * 4 / kSlice][within];
       if (kColumns % kSliceColumns != 0 && 2 * (within % kPartSlice) >= columns) continue;
 #pragma unroll
-      for (int place = 0; place < Splits - 1; ++place) {
-        const float4 other = received[(place * kWords + word) * kThreads + thread];
+      for (int slot = 0; slot < Splits - 1; ++slot) {
+        const float4 other = received[(slot * kWords + word) * kThreads + thread];
         add(to[0], other.x);
         add(to[1], other.y);
         add(to[2], other.z);
@@ -124,13 +124,13 @@ struct SplitEpilogue {
   T* out;
   T* kept;                    // [rows, kParts * columns]; with Transform::kKeeps
   int rows, columns;          // of the product; with kParts 2, columns of the result
-  int group;                  // this consumer
+  int consumer;
   Transform transform;
 
   template <typename Accumulators>
   CUKIT_DEVICE void store(Accumulators& sums, const MatrixTile& tile) {
     const int column = Sums::first_column(tile);
-    const int first_row = Shape::row(tile) + group * Shape::kGroupRows;
+    const int first_row = Shape::row(tile) + consumer * Shape::kConsumerRows;
     typename Sums::Slice own;
     const auto begin = [&] { transform.begin(first_row, column); };
     if (!Sums{received, arrived}.exchange(own, sums, begin)) return;

@@ -32,8 +32,8 @@ namespace detail {
 
 // 1.5 * 2^23: floats of this magnitude are integers, so that adding it rounds to an integer, half
 // to even, in the lowest bits of the sum. Conversion instructions have an eighth of the throughput.
-constexpr float kUnits = 12582912.0f;
-constexpr unsigned kUnitsBits = 0x4b400000u;
+constexpr float kRoundingOffset = 12582912.0f;
+constexpr unsigned kRoundingOffsetBits = 0x4b400000u;
 
 // A 1 in each of the four codes of a group.
 constexpr unsigned kOnes = kCodeBits == 8 ? 0x01010101u : 0x1111u;
@@ -54,8 +54,8 @@ CUKIT_DEVICE unsigned encode_group(const float* x) {
     // Codes are offset to 0 ... 2^bits - 1, so that the sum of the shifted floats contains them
     // side by side, and the constant bits of all floats are subtracted at once. Flipping the sign
     // bits removes the offset.
-    constexpr float kLow = -kMaxInteger - 1, kRaised = detail::kUnits + kMaxInteger + 1;
-    unsigned sum = 0u - detail::kUnitsBits * detail::kOnes;
+    constexpr float kLow = -kMaxInteger - 1, kRaised = detail::kRoundingOffset + kMaxInteger + 1;
+    unsigned sum = 0u - detail::kRoundingOffsetBits * detail::kOnes;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       const float inside = fminf(fmaxf(x[i], kLow), static_cast<float>(kMaxInteger));
@@ -74,12 +74,12 @@ CUKIT_DEVICE void decode_group(float* x, unsigned codes) {
       x[i] = both.x, x[i + 1] = both.y;
     }
   } else {
-    constexpr float kRaised = detail::kUnits + kMaxInteger + 1;
+    constexpr float kRaised = detail::kRoundingOffset + kMaxInteger + 1;
     const unsigned raised = codes ^ detail::kSigns;
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       const unsigned code = raised >> (i * kCodeBits) & kCodeMask;
-      x[i] = __uint_as_float(detail::kUnitsBits | code) - kRaised;
+      x[i] = __uint_as_float(detail::kRoundingOffsetBits | code) - kRaised;
     }
   }
 }

@@ -79,7 +79,7 @@ CUKIT_DEVICE void add_rows(float (&scores)[N], const E* bias, long long row_stri
 // Sets scores to -infinity where the mask's byte is 0: a lane loads sixteen of each 64 columns, and
 // the quad exchanges two pairs at a time.
 template <int N>
-CUKIT_DEVICE void hide_rows(float (&scores)[N], const unsigned char* mask, long long row_stride,
+CUKIT_DEVICE void mask_rows(float (&scores)[N], const unsigned char* mask, long long row_stride,
                             const FragmentPlace& at, int seq_q) {
   const int quad_lane = threadIdx.x % 4;
 #pragma unroll

@@ -9,28 +9,30 @@
 
 namespace cukit {
 
-// `unmasked`: TileRange::unmasked of the tile. `ends`: the tile has columns beyond the last key.
-// Both are warp-uniform.
+// `unmasked`: TileRange::unmasked of the tile. `crosses_last_key`: the tile has columns beyond the
+// last key. Both are warp-uniform.
 template <int N>
 CUKIT_DEVICE void apply_options(float (&scores)[N], const FragmentPlace& at, const HeadScores& head,
                                 float scale_log2, const ScoreSettings& settings, bool unmasked,
-                                bool ends) {
+                                bool crosses_last_key) {
   if constexpr (kScoresModified) {
-    if (BIAS && (ends || !rows_are_aligned(head.bias, settings.bias_row, settings.bias_column))) {
+    if (BIAS && (crosses_last_key ||
+                 !rows_are_aligned(head.bias, settings.bias_row, settings.bias_column))) {
       modify_scores<true>(scores, at, head, scale_log2, settings);
     } else {
       modify_scores<false>(scores, at, head, scale_log2, settings);
       if constexpr (BIAS) add_rows(scores, head.bias, settings.bias_row, at, head.seq_q);
     }
   }
-  if (MASK && (ends || !rows_are_aligned(head.mask, settings.mask_row, settings.mask_column))) {
-    hide_scores(scores, at, [&](int row, int column) {
-      const Span seen = visible_keys(row, head.causal_offset, head.seq_kv, settings);
-      return head.hidden(seen, row, column, settings);
+  if (MASK && (crosses_last_key ||
+               !rows_are_aligned(head.mask, settings.mask_row, settings.mask_column))) {
+    mask_scores(scores, at, [&](int row, int column) {
+      const Span visible = visible_keys(row, head.causal_offset, head.seq_kv, settings);
+      return head.masked(visible, row, column, settings);
     });
   } else if (!unmasked) {
-    if constexpr (MASK) hide_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
-    hide_keys(scores, at, head.causal_offset, head.seq_kv, settings);
+    if constexpr (MASK) mask_rows(scores, head.mask, settings.mask_row, at, head.seq_q);
+    mask_keys(scores, at, head.causal_offset, head.seq_kv, settings);
   }
 }
 

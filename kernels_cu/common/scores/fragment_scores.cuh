@@ -29,13 +29,13 @@ CUKIT_DEVICE void modify_scores(float (&scores)[N], const FragmentPlace& at, con
 
 // Sets scores to -infinity where the key is masked by the sequence's end, CAUSAL or WINDOW.
 template <int N>
-CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int causal_offset,
+CUKIT_DEVICE void mask_keys(float (&scores)[N], const FragmentPlace& at, int causal_offset,
                             int seq_kv, const ScoreSettings& settings) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Span seen = visible_keys(at.row + 8 * half, causal_offset, seq_kv, settings);
-    const int end = seen.end - at.column;
-    const int begin = seen.begin - at.column;
+    const Span visible = visible_keys(at.row + 8 * half, causal_offset, seq_kv, settings);
+    const int end = visible.end - at.column;
+    const int begin = visible.begin - at.column;
 #pragma unroll
     for (int n = 0; n < N / 4; ++n)
 #pragma unroll
@@ -47,10 +47,10 @@ CUKIT_DEVICE void hide_keys(float (&scores)[N], const FragmentPlace& at, int cau
   }
 }
 
-// Sets scores to -infinity where hidden(row, column) is true. The results are first collected as
+// Sets scores to -infinity where masked(row, column) is true. The results are first collected as
 // bits, in a loop that limits the loads in flight: scores and outputs leave few registers.
-template <int N, typename Hidden>
-CUKIT_DEVICE void hide_scores(float (&scores)[N], const FragmentPlace& at, const Hidden& hidden) {
+template <int N, typename Masked>
+CUKIT_DEVICE void mask_scores(float (&scores)[N], const FragmentPlace& at, const Masked& masked) {
 #pragma unroll
   for (int first = 0; first < N; first += 32) {
     const int count = N - first < 32 ? N - first : 32;
@@ -59,7 +59,7 @@ CUKIT_DEVICE void hide_scores(float (&scores)[N], const FragmentPlace& at, const
     for (int e = 0; e < count; ++e) {
       const int row = at.row + 8 * (e / 2 % 2);
       const int column = at.column + 2 * first + 8 * (e / 4) + e % 2;
-      bits |= static_cast<unsigned>(hidden(row, column)) << e;
+      bits |= static_cast<unsigned>(masked(row, column)) << e;
     }
     __syncwarp();
 #pragma unroll

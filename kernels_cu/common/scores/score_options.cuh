@@ -10,8 +10,8 @@
 //   SINKS: one more key per head, visible to every query, with a given score and a value of zero.
 //   VARLEN: sequence b is rows cu_seqlens[b] .. cu_seqlens[b + 1] - 1 of one concatenated array.
 //
-// Everything here is a function of one score, its row and its column, whatever the kernel's layout.
-// An option whose macro is 0 costs nothing.
+// Options are applied to one score at a time, given its row and column, so they do not depend on
+// how a kernel lays out its scores. An option whose macro is 0 costs nothing.
 //
 // Units: where kScoresModified, score() takes the unscaled product q k and returns the score times
 // log2(e). Otherwise score() returns the product unchanged, and the softmax scales it in the
@@ -127,14 +127,14 @@ struct Span {
 // The keys visible to a query by length, CAUSAL and WINDOW. `begin` and `end` may be negative.
 CUKIT_DEVICE Span visible_keys(int row, int causal_offset, int seq_kv,
                                const ScoreSettings& settings) {
-  Span seen{0, seq_kv};
+  Span visible{0, seq_kv};
   if (CAUSAL) {
-    seen.end = min(seen.end, row + causal_offset + 1);
+    visible.end = min(visible.end, row + causal_offset + 1);
   } else if (WINDOW) {
-    seen.end = min(seen.end, row + causal_offset + settings.window_right + 1);
+    visible.end = min(visible.end, row + causal_offset + settings.window_right + 1);
   }
-  if (WINDOW) seen.begin = row + causal_offset - settings.window_left;
-  return seen;
+  if (WINDOW) visible.begin = row + causal_offset - settings.window_left;
+  return visible;
 }
 
 // The tiles of `Tile` keys visible to queries first_row .. first_row + rows - 1 (rows > 0).
@@ -157,13 +157,15 @@ template <int Tile>
 CUKIT_DEVICE TileRange query_tiles(int first_key, int keys, int causal_offset, int seq_q,
                                    const ScoreSettings& settings) {
   const int right = CAUSAL ? 0 : settings.window_right;
-  const bool ends = CAUSAL || WINDOW;  // bounded on the right
+  const bool bounded_right = CAUSAL || WINDOW;
   const int last_key = first_key + keys - 1;
   TileRange range;
   range.end = (seq_q + Tile - 1) / Tile;
   range.unmasked_end = range.end;
-  range.begin = ends ? min(range.end, max(0, first_key - causal_offset - right) / Tile) : 0;
-  range.unmasked_begin = ends ? (max(0, last_key - causal_offset - right) + Tile - 1) / Tile : 0;
+  range.begin =
+      bounded_right ? min(range.end, max(0, first_key - causal_offset - right) / Tile) : 0;
+  range.unmasked_begin =
+      bounded_right ? (max(0, last_key - causal_offset - right) + Tile - 1) / Tile : 0;
   if (WINDOW) {
     const int least = first_key - causal_offset + settings.window_left + 1;
     const int most = last_key - causal_offset + settings.window_left + 1;
@@ -233,10 +235,10 @@ struct HeadScores {
     return score(product, row, column, scale_log2, settings, slope);
   }
 
-  // Whether a key is masked for a query; `seen` is visible_keys of its row.
-  CUKIT_DEVICE bool hidden(const Span& seen, int row, int column,
+  // Whether a key is masked for a query; `visible` is visible_keys of its row.
+  CUKIT_DEVICE bool masked(const Span& visible, int row, int column,
                            const ScoreSettings& settings) const {
-    if (column >= seen.end || (WINDOW && column < seen.begin)) return true;
+    if (column >= visible.end || (WINDOW && column < visible.begin)) return true;
     if constexpr (MASK) {
       return exists(row, column) &&
              mask[row * settings.mask_row + column * settings.mask_column] == 0;
@@ -248,9 +250,9 @@ struct HeadScores {
 
 // ---- Sinks ----
 
-// Initial maximum and sum of a row, in the units of the scores: those of the sink, which is
-// processed as the first key; `unit` is the weight of the maximum. A quad of lanes shares a row;
-// the lane with `counts` adds the sink to its sum.
+// Sets the initial maximum (in the units of the scores) and sum of a row: -infinity and 0 or, with a
+// sink, those of the sink, which is processed as the first key. `unit`: the unnormalised probability
+// of the maximum. A quad of lanes shares a row; the lane with `counts` adds the sink to its sum.
 CUKIT_DEVICE void start_row(float& maximum, float& sum, const ScoreArrays& arrays, int head,
                             float scale_log2, bool counts, float unit = 1.0f) {
   maximum = -infinity();

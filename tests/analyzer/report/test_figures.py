@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cukit.analyzer.report import numbers, svg
 from cukit.analyzer.report.benchmarks import BenchmarkResults, largest_cases
-from cukit.analyzer.report.layout import Figure, Fold, Paragraph, Table
+from cukit.analyzer.report.layout import Collapsible, Figure, Paragraph, Table
 from cukit.analyzer.report.lines import Curve, line_chart
 from cukit.analyzer.report.precision_roofline import roofline_blocks
 from cukit.analyzer.report.roofline import Point, Roof, roofline
@@ -206,7 +206,7 @@ def test_points_above_a_measured_ceiling_are_explained() -> None:
     _, words, fold = roofline_blocks(found)
     assert isinstance(words, Paragraph)
     assert words.text.startswith("3 points are above a measured ceiling, by 41.9% at most.")
-    assert isinstance(fold, Fold)
+    assert isinstance(fold, Collapsible)
     (table,) = fold.blocks
     assert isinstance(table, Table)
     reasons = {row[3].value: row[-1].text for row in table.rows}

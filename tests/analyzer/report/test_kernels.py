@@ -9,7 +9,16 @@ import pytest
 
 from cukit.analyzer.report import generate_report
 from cukit.analyzer.report.html import packed
-from cukit.analyzer.report.layout import Board, Facts, Index, Section, Shares, Steps, Table, Tiles
+from cukit.analyzer.report.layout import (
+    Facts,
+    FigureGrid,
+    Index,
+    SampledCurve,
+    Section,
+    Shares,
+    Table,
+    Tiles,
+)
 from cukit.analyzer.report.section_kernels import kernel_section
 from cukit.analyzer.report.terminal import FEW_ROWS
 from cukit.errors import DataError
@@ -38,7 +47,7 @@ def many(count: int) -> dict[str, Any]:
 def test_figures_come_first_and_tiles_link_to_rows() -> None:
     section = kernel_section(samples.kernels(), "variants-7")
     kinds = [type(block).__name__ for block in section.blocks]
-    assert kinds == ["Tiles", "Fold", "Board", "Table", "Table"]
+    assert kinds == ["Tiles", "Collapsible", "FigureGrid", "Table", "Table"]
     tiles = section.blocks[0]
     assert isinstance(tiles, Tiles)
     links = {tile.label: tile.leads_to for tile in tiles.tiles}
@@ -81,7 +90,7 @@ def test_rows_have_their_op_faults_and_details() -> None:
     assert isinstance(accesses, Facts)
     assert ("load, 16 bytes", "3") in accesses.rows
     assert ("atomic", "2") in accesses.rows
-    assert isinstance(curve, Steps)
+    assert isinstance(curve, SampledCurve)
     assert curve.percents[(512 - curve.first) // curve.step] == 25
     assert isinstance(origin, Facts)
     assert ("DTYPE", "float32") in origin.rows
@@ -90,8 +99,8 @@ def test_rows_have_their_op_faults_and_details() -> None:
 def test_older_records_have_no_figures_of_instructions() -> None:
     lean, _ = samples.kernels()["kernels"]
     section = kernel_section({"kernels": [lean], "errors": []})
-    (board,) = [block for block in section.blocks if isinstance(block, Board)]
-    assert [figure.title for figure in board.figures] == ["Theoretical occupancy of the variants"]
+    (grid,) = [block for block in section.blocks if isinstance(block, FigureGrid)]
+    assert [figure.title for figure in grid.figures] == ["Theoretical occupancy of the variants"]
 
 
 @pytest.mark.parametrize(

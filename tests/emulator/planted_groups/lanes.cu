@@ -7,9 +7,9 @@
 #include "common/ptx/stmatrix.cuh"
 
 // `instruction`: 0 ldmatrix | 1 stmatrix | 2 mma.sync | 3 movmatrix, twice.
-// `mistake`: 0 all lanes execute it | 1 the upper half exits | 2 the upper half waits at __syncwarp.
+// `bug`: 0 all lanes execute it | 1 the upper half exits | 2 the upper half waits at __syncwarp.
 // out = x, [4, 32]: register, lane.
-extern "C" __global__ void planted_lanes(const unsigned* x, int instruction, int mistake,
+extern "C" __global__ void planted_lanes(const unsigned* x, int instruction, int bug,
                                          unsigned* out) {
   __shared__ uint4 rows[32];
   const int lane = threadIdx.x;
@@ -20,8 +20,8 @@ extern "C" __global__ void planted_lanes(const unsigned* x, int instruction, int
     reinterpret_cast<unsigned*>(rows)[i * 32 + lane] = r[i];
   }
   __syncwarp();
-  if (lane >= 16 && mistake == 1) return;
-  if (lane < 16 || mistake != 2) {
+  if (lane >= 16 && bug == 1) return;
+  if (lane < 16 || bug != 2) {
     const unsigned address = cukit::shared_address(&rows[lane]);
     if (instruction == 0) {
       cukit::ldmatrix_x4(r, address);

@@ -113,7 +113,7 @@ CUKIT_DEVICE void missing_mbarrier_fence(const Arguments& all) {
 
 }  // namespace
 
-#define MISTAKES(X) \
+#define BUGS(X) \
   X(missing_proxy_fence_before_a_load) \
   X(proxy_fence_of_another_thread) \
   X(overwritten_before_it_was_read) \
@@ -121,36 +121,36 @@ CUKIT_DEVICE void missing_mbarrier_fence(const Arguments& all) {
   X(missing_mbarrier_fence)
 
 #define NUMBER(name) k_##name,
-enum Mistake { MISTAKES(NUMBER) };
+enum Bug { BUGS(NUMBER) };
 #undef NUMBER
 
-extern "C" __global__ void planted_tma(const __grid_constant__ cukit::TensorMap map, int mistake,
+extern "C" __global__ void planted_tma(const __grid_constant__ cukit::TensorMap map, int bug,
                                        int planted, unsigned* out) {
   __shared__ Shared shared;
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
-  init(shared, mistake != k_missing_mbarrier_fence || !planted);
+  init(shared, bug != k_missing_mbarrier_fence || !planted);
   __syncthreads();
   const Arguments all{&map, shared, tile, out, planted != 0};
-  switch (mistake) {
+  switch (bug) {
 #define CASE(name) \
   case k_##name: return name(all);
-    MISTAKES(CASE)
+    BUGS(CASE)
 #undef CASE
   }
 }
 
 // Two blocks: each loads and reads the tile, then its threads arrive at `empty` of both blocks; the
 // first block then loads the tile again, by a multicast to both.
-// `mistake`: 0 none | 1 `empty`, at which the other block arrives, is initialised without a fence |
+// `bug`: 0 none | 1 `empty`, at which the other block arrives, is initialised without a fence |
 // 2 the arrivals are relaxed, though ordinary loads have read the tile.
 extern "C" __global__ void __cluster_dims__(2, 1, 1) planted_cluster(
-    const __grid_constant__ cukit::TensorMap map, int mistake, unsigned* out) {
+    const __grid_constant__ cukit::TensorMap map, int bug, unsigned* out) {
   __shared__ Shared shared;
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
   init(shared, true);
   if (threadIdx.x == 0) {
     cukit::mbarrier_init(&shared.empty, 2 * kThreads);
-    if (mistake != 1) cukit::fence_mbarrier_init();
+    if (bug != 1) cukit::fence_mbarrier_init();
   }
   cukit::cluster_arrive();
   cukit::cluster_wait();
@@ -159,7 +159,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) planted_cluster(
   load(all);
   store(all);
   for (int other = 0; other < 2; ++other) {
-    if (mistake == 2) {
+    if (bug == 2) {
       cukit::mbarrier_arrive_remote_relaxed(&shared.empty, other);
     } else {
       cukit::mbarrier_arrive_remote(&shared.empty, other);

@@ -343,7 +343,7 @@ CUKIT_DEVICE void missing_proxy_fence(unsigned char* tile, float* out, bool) {
 
 }  // namespace
 
-#define MISTAKES(X) \
+#define BUGS(X) \
   X(accumulators_read_in_flight) \
   X(accumulators_changed_in_flight) \
   X(operand_a_changed_in_flight) \
@@ -369,18 +369,18 @@ CUKIT_DEVICE void missing_proxy_fence(unsigned char* tile, float* out, bool) {
   X(missing_proxy_fence)
 
 #define NUMBER(name) k_##name,
-enum Mistake { MISTAKES(NUMBER) };
+enum Bug { BUGS(NUMBER) };
 #undef NUMBER
 
-extern "C" __global__ void planted_wgmma(const uint4* x, int mistake, int planted, float* out) {
+extern "C" __global__ void planted_wgmma(const uint4* x, int bug, int planted, float* out) {
   CUKIT_DYNAMIC_SHARED(unsigned char, tile);
-  fetch(tile, x, mistake != k_missing_proxy_fence || !planted);
-  const int first = mistake == k_misplaced_warpgroup && planted ? 96 : kGroup;
+  fetch(tile, x, bug != k_missing_proxy_fence || !planted);
+  const int first = bug == k_misplaced_warpgroup && planted ? 96 : kGroup;
   if (threadIdx.x < first || threadIdx.x >= first + 128) return;
-  switch (mistake) {
+  switch (bug) {
 #define CASE(name) \
   case k_##name: return name(tile, out, planted);
-    MISTAKES(CASE)
+    BUGS(CASE)
 #undef CASE
   }
 }

@@ -116,7 +116,7 @@ struct StreamKTiles {
   CUKIT_DEVICE int last_block(int shared) const { return block_of((shared + 1) * tiles.steps - 1); }
 
   // Slot of `block`'s piece of a shared tile: 0 .. 2 * gridDim.x - 1.
-  CUKIT_DEVICE int place(int block, int shared) const {
+  CUKIT_DEVICE int slot(int block, int shared) const {
     return 2 * block + (first_unit(block) / tiles.steps == shared ? 0 : 1);
   }
 

@@ -8,7 +8,7 @@
 #include "common/ptx/cp_async.cuh"
 #include "common/ptx/shared_address.cuh"
 
-extern "C" __global__ void copy_waited_for_by_one_thread(const float* x, float* out) {
+extern "C" __global__ void copy_not_published(const float* x, float* out) {
   CUKIT_DYNAMIC_SHARED(float, row);  // 256 floats
   cukit::cp_async_16(cukit::shared_address(row + 4 * threadIdx.x), x + 4 * threadIdx.x);
   cukit::cp_async_commit();

@@ -25,8 +25,7 @@ from cukit.core.device import Device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.scalars import check_integer
 from cukit.errors import ArrayDtypeError, ArrayShapeError
-from cukit.gemm.dense._dense import check_call, result_dtype
-from cukit.gemm.dispatch.matmul import matmul
+from cukit.gemm.dense._dense import check_call, multiply, result_dtype
 from cukit.reference import gemm as reference
 from cukit.reference.gemm import half_of
 from cukit.registry import register
@@ -113,7 +112,7 @@ def _tree(a: Array, b: Array, transpose_b: bool, leaf: int, out: Array) -> None:
     """out = a @ op(b)."""
     k = a.shape[-1]
     if k <= leaf:
-        matmul(a, b, transpose_b=transpose_b, out=out)
+        multiply(a, b, transpose_b=transpose_b, out=out)
         return
     partial_dtype = float64 if a.dtype == float64 else float32
     left = out if out.dtype == partial_dtype else empty(out, out.shape, partial_dtype)

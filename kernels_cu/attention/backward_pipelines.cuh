@@ -170,14 +170,14 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
     const PipelineState<STAGES>& state = states.queries;
     const int row = work.map_q.row + position.tile * TILE_M;
     const int head = work.first_head + position.head;
-    const long long statistics = position.scratch_row(work);
+    const long long first_statistic = position.scratch_row(work);
     shared.q.acquire(state);
     __syncwarp();
     if (first_lane) {
       Mbarrier* const full = shared.q.expect(state, QueryTile::kBytes + kStatistics);
       QueryTile::load(tiles.q + state.index * QueryTile::kBytes, q, full, head, row,
                       work.map_q.outer);
-      bulk_load(shared.lse[state.index], lse_log2 + statistics, kStatistics, full);
+      bulk_load(shared.lse[state.index], lse_log2 + first_statistic, kStatistics, full);
     }
     if (step == 0) {
       shared.keys_read.wait_previous(states.keys);
@@ -193,7 +193,7 @@ CUKIT_DEVICE void fetch(Shared& shared, const Tiles& tiles, const TensorMap* q, 
       Mbarrier* const full = shared.grad_out.expect(state, GradOutTile::kBytes + kStatistics);
       GradOutTile::load(tiles.grad_out + state.index * GradOutTile::kBytes, grad_out, full, head,
                         row, work.map_q.outer);
-      bulk_load(shared.delta[state.index], delta + statistics, kStatistics, full);
+      bulk_load(shared.delta[state.index], delta + first_statistic, kStatistics, full);
     }
     if (step == 0) {
       if (first_lane) {

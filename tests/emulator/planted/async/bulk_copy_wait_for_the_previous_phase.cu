@@ -8,7 +8,7 @@
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 
-extern "C" __global__ void bulk_copy_of_the_last_phase(const float* x, float* out) {
+extern "C" __global__ void bulk_copy_wait_for_the_previous_phase(const float* x, float* out) {
   CUKIT_DYNAMIC_SHARED(float, row);  // 256 floats
   __shared__ cukit::Mbarrier full;
   if (threadIdx.x == 0) {

@@ -28,7 +28,7 @@ namespace cukit {
 
 static_assert(TILE_M == THREADS / kWarpSize * 16, "16 rows per warp");
 
-class QueryPairs {
+class QueryKeyLoop {
  public:
   using T = element_t;
   using Scores = float[1][TILE_N / 8][4];
@@ -41,7 +41,7 @@ class QueryPairs {
     RightNK<VALUE_DIM> v;
     RightKN<HEAD_DIM> keys;  // K as right operand of a product over keys
     FragmentPlace at;
-    bool unmasked, ends;  // as apply_options takes them
+    bool unmasked, crosses_last_key;  // as apply_options takes them
 
     // scores = Q K^T
     CUKIT_DEVICE void multiply_first(Scores& scores) const { multiply<HEAD_DIM>(scores, q, k); }
@@ -66,12 +66,12 @@ class QueryPairs {
   Sequence sequence;
   int first_row, rows_left;  // the block's first query, and the number of queries from there on
 
-  CUKIT_DEVICE QueryPairs(const QueryGradientParameters& params, const int* cu_seqlens_q,
+  CUKIT_DEVICE QueryKeyLoop(const QueryGradientParameters& params, const int* cu_seqlens_q,
                           const int* cu_seqlens_kv)
       : params_(params) {
     const int q_tiles = (params.seq_q + TILE_M - 1) / TILE_M;
     const HeadTile work =
-        head_tile(blockIdx.x, params.batch * params.heads_q, q_tiles, params.section);
+        head_tile(blockIdx.x, params.batch * params.heads_q, q_tiles, params.raster_group_heads);
     b = work.head / params.heads_q;
     head = work.head % params.heads_q;
     sequence = sequence_of(b, cu_seqlens_q, cu_seqlens_kv, params.seq_q, params.seq_kv);

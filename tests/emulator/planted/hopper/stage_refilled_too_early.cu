@@ -8,14 +8,14 @@
 #include "common/ptx/mbarrier.cuh"
 #include "common/ptx/tma.cuh"
 
-extern "C" __global__ void ring_slot_refilled_too_early(const float* x, float* out) {
-  CUKIT_DYNAMIC_SHARED(float, ring);  // two stages of 64 floats
+extern "C" __global__ void stage_refilled_too_early(const float* x, float* out) {
+  CUKIT_DYNAMIC_SHARED(float, stages);  // two stages of 64 floats
   __shared__ cukit::Mbarrier full[2], empty[2];
   const int t = threadIdx.x;
   if (t == 0) {
-    for (int slot = 0; slot < 2; ++slot) {
-      cukit::mbarrier_init(&full[slot], 1);
-      cukit::mbarrier_init(&empty[slot], 64);
+    for (int stage = 0; stage < 2; ++stage) {
+      cukit::mbarrier_init(&full[stage], 1);
+      cukit::mbarrier_init(&empty[stage], 64);
     }
     cukit::fence_mbarrier_init();
   }
@@ -23,21 +23,21 @@ extern "C" __global__ void ring_slot_refilled_too_early(const float* x, float* o
   if (t >= 64) {
     if (t > 64) return;
     for (int round = 0; round < 4; ++round) {
-      const int slot = round % 2;
+      const int stage = round % 2;
 #if !BROKEN
-      if (round >= 2) cukit::mbarrier_wait(&empty[slot], 0);
+      if (round >= 2) cukit::mbarrier_wait(&empty[stage], 0);
 #endif
-      cukit::mbarrier_arrive_expect(&full[slot], 256);
-      cukit::bulk_load(ring + 64 * slot, x + 64 * round, 256, &full[slot]);
+      cukit::mbarrier_arrive_expect(&full[stage], 256);
+      cukit::bulk_load(stages + 64 * stage, x + 64 * round, 256, &full[stage]);
     }
     return;
   }
   float sum = 0.0f;
   for (int round = 0; round < 4; ++round) {
-    const int slot = round % 2;
-    cukit::mbarrier_wait(&full[slot], round / 2);
-    sum += ring[64 * slot + t];
-    cukit::mbarrier_arrive(&empty[slot]);
+    const int stage = round % 2;
+    cukit::mbarrier_wait(&full[stage], round / 2);
+    sum += stages[64 * stage + t];
+    cukit::mbarrier_arrive(&empty[stage]);
   }
   out[t] = sum;
 }

@@ -12,7 +12,7 @@ from cukit.memory.providers.cuda_vmm import LargePart, choose_large_pages
 
 MIB, GIB = 1 << 20, 1 << 30
 
-PRICES_US = {"create": 10.0, "destroy": 14.0, "map": 4.0, "open": 30.0, "unmap": 16.0}
+COST_US = {"create": 10.0, "destroy": 14.0, "map": 4.0, "open": 30.0, "unmap": 16.0}
 """Per handle, whatever its size: between the measurements of two H200 hosts
 (profiling/notes/memory_pool.md)."""
 COPY_US = 10.0
@@ -21,7 +21,7 @@ COPY_BYTES_PER_US = 1.8e6
 """3.6 TB/s, reads and writes together."""
 
 
-class PricedProvider(HostProvider):
+class CostModelProvider(HostProvider):
     """Addresses and pages are plain numbers. `spent_us`: the modelled driver time."""
 
     def __init__(
@@ -40,9 +40,9 @@ class PricedProvider(HostProvider):
         self._next_address = 1 << 40
         self._next_page = 0
 
-    def _pay(self, call: str, handles: int) -> None:
+    def _add_cost(self, call: str, handles: int) -> None:
         self.handles[call] += handles
-        self.spent_us += PRICES_US[call] * handles
+        self.spent_us += COST_US[call] * handles
 
     def _handles(self, pages: Sequence[Any]) -> int:
         """The number of handles; a large page counts once, as its first part."""
@@ -58,13 +58,13 @@ class PricedProvider(HostProvider):
 
     def create_pages(self, count: int) -> list[Any]:
         self._charge(count * self.page_bytes)
-        self._pay("create", count)
+        self._add_cost("create", count)
         self._next_page += count
         return list(range(self._next_page - count, self._next_page))
 
     def create_large_pages(self, count: int) -> list[tuple[Any, ...]]:
         self._charge(count * self.large_pages * self.page_bytes)
-        self._pay("create", count)
+        self._add_cost("create", count)
         self._next_page += count
         numbers = range(self.large_pages)
         handles = range(self._next_page - count, self._next_page)
@@ -72,16 +72,16 @@ class PricedProvider(HostProvider):
 
     def destroy_pages(self, pages: Sequence[Any]) -> None:
         self.used_bytes -= len(pages) * self.page_bytes
-        self._pay("destroy", self._handles(pages))
+        self._add_cost("destroy", self._handles(pages))
 
     def map_pages(self, address: int, pages: Sequence[Any]) -> None:
-        self._pay("map", self._handles(pages))
-        self._pay("open", self._handles(pages))
+        self._add_cost("map", self._handles(pages))
+        self._add_cost("open", self._handles(pages))
         self._handle_at.update(zip(self._page_addresses(address, len(pages)), pages, strict=True))
 
     def unmap_pages(self, address: int, count: int) -> None:
         pages = [self._handle_at.pop(at) for at in self._page_addresses(address, count)]
-        self._pay("unmap", self._handles(pages))
+        self._add_cost("unmap", self._handles(pages))
 
     def copy(self, moves: Moves, stream: Hashable) -> None:
         self.spent_us += COPY_US + float(moves[:, 2].sum()) / COPY_BYTES_PER_US
