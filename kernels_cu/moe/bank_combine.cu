@@ -3,9 +3,9 @@
 //   y[b, t] = x[b, t] + sum_s weights[b, s] * f(hidden[rows[b, s], t]) + shift[b] / seq_len
 //   f: the activation.
 //
-// Also computes the gradient of the layer bank's input: x is then the gradient of the bank's output,
-// hidden holds the gradients of the chosen layers' inputs, f is the identity, the weights are 1, and
-// shift is the gradient of the mean token.
+// Also computes the gradient of the layer bank's input: x is then the gradient of the bank's
+// output, hidden holds the gradients of the chosen layers' inputs, f is the identity, the weights
+// are 1, and shift is the gradient of the mean token.
 // Mapping: grid (blocks of THREADS vectors of a sample, batch); one vector of VEC elements per
 //   thread. Shared memory: none.
 // Macros: DTYPE float32|float16|bfloat16; VEC; ACTIVATION Silu|GeluErf|GeluTanh|Relu|NoActivation;

@@ -217,6 +217,11 @@ def test_shards_cover_the_vocabulary() -> None:
         assert tokens == list(range(vocab_size))
     with pytest.raises(ConfigError, match="vocab_size must be at least 3"):
         VocabularyShard(_FixedRank(0, 3), 2)
+    for rank in range(6):  # on all processes, or the others would wait for the last
+        with pytest.raises(
+            ConfigError, match="9 tokens in shards of 2 leave none for the last of 6"
+        ):
+            VocabularyShard(_FixedRank(rank, 6), 9)
 
 
 class _FixedRank(Alone):

@@ -69,7 +69,7 @@ class VocabularyShard:
         vocab_size: of the whole vocabulary, without padding.
 
     Raises:
-        ConfigError: vocab_size is below the number of processes, or this process has no tokens.
+        ConfigError: too few tokens for each process to have at least one; on all processes.
     """
 
     communicator: Communicator
@@ -81,10 +81,10 @@ class VocabularyShard:
                 f"VocabularyShard: vocab_size must be at least {self.communicator.size}, the "
                 f"number of processes, got {self.vocab_size}"
             )
-        if self.size < 1:
+        if (self.communicator.size - 1) * self.share >= self.vocab_size:
             raise ConfigError(
-                f"VocabularyShard: {self.vocab_size} tokens are too few for rank "
-                f"{self.communicator.rank} of {self.communicator.size}; use fewer processes"
+                f"VocabularyShard: {self.vocab_size} tokens in shards of {self.share} leave none "
+                f"for the last of {self.communicator.size} processes; use fewer processes"
             )
 
     @property

@@ -250,9 +250,10 @@ struct HeadScores {
 
 // ---- Sinks ----
 
-// Sets the initial maximum (in the units of the scores) and sum of a row: -infinity and 0 or, with a
-// sink, those of the sink, which is processed as the first key. `unit`: the unnormalised probability
-// of the maximum. A quad of lanes shares a row; the lane with `counts` adds the sink to its sum.
+// Sets the initial maximum (in the units of the scores) and sum of a row: -infinity and 0 or, with
+// a sink, those of the sink, which is processed as the first key. `unit`: the unnormalised
+// probability of the maximum. A quad of lanes shares a row; the lane with `counts` adds the sink to
+// its sum.
 CUKIT_DEVICE void start_row(float& maximum, float& sum, const ScoreArrays& arrays, int head,
                             float scale_log2, bool counts, float unit = 1.0f) {
   maximum = -infinity();
