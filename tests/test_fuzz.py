@@ -166,7 +166,7 @@ Calls = Iterator[tuple[dict[str, Any], str]]
 
 
 def mutations(value: Any, rng: np.random.Generator) -> Any:
-    """Return invalid or unusual replacements of `value`."""
+    """Return an invalid or unusual replacement of `value`."""
     if isinstance(value, np.ndarray):
         return ARRAYS[rng.integers(len(ARRAYS))](value)
     if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
@@ -272,8 +272,8 @@ def split(op: Op | Function, arguments: dict[str, Any]) -> tuple[list[Any], dict
 
 
 def try_wrong_inputs(op: Op | Function, calls: Calls) -> None:
-    """Fail if a call raises another error than CukitError or MemoryError, or changes arguments that
-    it may not change. A call that raises may change none."""
+    """Fail if a call raises an error other than CukitError or MemoryError, or changes arguments
+    that it may not change. A call that raises may change none."""
     failures = []
     for count, (arguments, names) in enumerate(calls, 1):  # noqa: B007
         before = {key: contents(value) for key, value in arguments.items()}

@@ -118,6 +118,8 @@ class KernelAnalyzer:
             bytes written once. Without them there are times, but no rates and no roofline.
         pipe: the pipe that `flops` run on: "fp32", "tensor_bf16", "tensor_fp16", ...
         shared_bytes: dynamic shared memory per block.
+        name: the kernel in a RawModule or cubin; for any other callable, its name in the report.
+        kwargs: keyword arguments of a callable.
 
         The call must be repeatable: it runs hundreds of times by itself, is replayed in a CUDA
         graph, and with `energy` runs back to back for more than a second, on the same arguments.
@@ -195,7 +197,10 @@ class KernelAnalyzer:
         return replace(analysis, missing=missing)
 
     def _add_counters(self, analysis: KernelAnalysis) -> KernelAnalysis:
-        """Adds the counters of the kernel, if there is one kernel and counters were given."""
+        """Adds the counters given for the kernel, or why there are none.
+
+        A call that launches several kernels is looked up by its own name.
+        """
         name = analysis.launches[0].name if len(analysis.launches) == 1 else analysis.name
         found = (self._counters or {}).get(name)
         if found is not None:

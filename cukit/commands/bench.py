@@ -39,6 +39,8 @@ def bench(
         raise ConfigError(f"no family {family[:60]!r}; expected one of {', '.join(families)}")
     chosen = list(only or ())
     if target in families:
+        if family not in (None, target):
+            raise ConfigError(f"two families, {target} and --family {family}: give one")
         family = target
     elif target is not None:
         chosen.append(target)

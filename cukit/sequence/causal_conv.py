@@ -237,7 +237,7 @@ def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array 
 
 
 def _plan_tokens(batch: int, seq_len: int, columns: int, device: Device) -> int:
-    """Tokens per thread: halved from _TOKENS, at most to _MIN_TOKENS, up to eight blocks per SM."""
+    """Tokens per thread: _TOKENS, halved down to _MIN_TOKENS until an SM has eight blocks."""
     tokens = _TOKENS
     while tokens > _MIN_TOKENS and batch * columns * -(-seq_len // tokens) < 8 * device.num_sms:
         tokens //= 2

@@ -2,7 +2,7 @@
 // keys.
 //
 // The values warpgroup (consumer 0) computes P and accumulates dV, the keys warpgroup (consumer 1)
-// computes dS and accumulates dK. Keys are the rows of both: P and dS leave the tensor cores in the
+// computes dS and accumulates dK. The rows of P and dS are keys: they leave the tensor cores in the
 // layout of a register operand of the products with dO and Q. The keys warpgroup reads P from
 // shared memory, which has a stage of P for each stage of Q. Each of its threads reads the elements
 // that the same thread of the values warpgroup wrote.

@@ -19,7 +19,7 @@ namespace cukit {
 constexpr int kBins = 2048;
 constexpr int kMaxSorted = 1024;    // tokens that block 0 can sort
 constexpr int kBinsPerOctaveLog2 = 5;
-constexpr float kBinsPerNat = 46.166241308446828f;  // of counts: 2^5 per octave at temperature 1
+constexpr float kBinsPerNat = 46.166241308446828f;  // By::Count: 2^5 per octave at temperature 1
 constexpr int kLowBits = 12;
 static_assert(2 * kLowBits == kMantissaBits && kLowBits + kVocabularyBits == 32, "sums of both parts fit in 32 bits");
 static_assert(((kScale + 1) << kBinsPerOctaveLog2) < kBins, "every weight has a bin");
@@ -100,8 +100,8 @@ class Selection {
 
   CUKIT_DEVICE Scaled scaled(float x) const { return Scaled(largest_ - x, slope_); }
 
-  // Collects at least the first `want` tokens in block 0's list, unsorted; returns their number, which may
-  // exceed the list's capacity. `own` is the key of this thread's largest logit.
+  // Collects at least the `want` most likely tokens in block 0's list, unsorted; returns their
+  // number, which may exceed the list's capacity. `own` is the key of this thread's largest logit.
   CUKIT_DEVICE int collect_best(int want, unsigned own) {
     // If the largest logits of `want` threads are in bins 0 .. b, these bins have at least `want`
     // tokens.
@@ -266,8 +266,8 @@ class Selection {
 
   // Adds up the bins of all blocks and finds the bin in which the prefix sum reaches `target`, or,
   // by weight and if `part` is not negative, `part` of the total; the last bin if no bin does.
-  // Clears the bins. chosen: the bin of the first round whose tokens are counted; -1 in the first
-  // round.
+  // Clears the bins. chosen: -1 in the first round; later the bin that the first round returned,
+  // to which all counted tokens belong.
   template <By by>
   CUKIT_DEVICE Found find(uint64 target, float part, int chosen) {
     constexpr int kKinds = by == By::Count ? 1 : 2;

@@ -45,6 +45,7 @@ def test_without_arguments_help_is_shown(capsys: Capture) -> None:
         (["compile", "--op", "rms_nrom"], "did you mean rms_norm"),
         (["compile", "--jobs", "0"], "--jobs"),
         (["list", "--family", "nonsense"], "no family 'nonsense'"),
+        (["bench", "gemm", "--family", "layers"], "two families, gemm and --family layers"),
         (["check", "nowhere.cu"], "cannot read nowhere.cu: No such file"),
         (["check", str(SORTS)], "sorts.cu has several kernels, name the entry: bitonic_shared("),
         (["check", str(SORTS), "--entry", "top_k<1>", "--grid", "4,0"], "grid must be an integer"),

@@ -1,8 +1,8 @@
 """Runs compute-sanitizer on the planted bugs: `python -m tests.emulator.planted_sanitizer`.
 
-Needs a Hopper GPU. Compiles both twins of every program, except those in `arch`, and launches them
-under each tool, up to 20 programs per process. Writes planted_sanitizer.json to this folder;
-planted_table.py reads it.
+Needs a Hopper GPU. Compiles the correct and, if there is one, the broken twin of every program
+outside planted/arch, and launches them under each tool, up to 20 programs per process. Writes
+planted_sanitizer.json to this folder; planted_table.py reads it.
 
 Programs may hang: each process has a time limit, and the programs that it did not reach run in
 another process. The file is written after every process, so an interrupted run keeps its results;
@@ -171,7 +171,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=25, help="seconds per process")
-    parser.add_argument("--alone", type=float, default=8, help="seconds per process of ALONE")
+    parser.add_argument("--alone", type=float, default=8, help="the same for classes that may hang")
     parser.add_argument("--logs", type=Path, help="folder for the output of the tools")
     parser.add_argument("--compile-only", action="store_true")
     parser.add_argument("--resume", action="store_true", help="run only programs without a result")
@@ -214,7 +214,7 @@ def main() -> int:
     for tool in TOOLS:
         counts = Counter((name[-1], outcome) for name, outcome in outcomes[tool].items())
         print(tool, *(
-            f"{count} {'broken' if twin == '1' else 'clean'} {outcome}"
+            f"{count} {'broken' if twin == '1' else 'correct'} {outcome}"
             for (twin, outcome), count in sorted(counts.items())
         ), sep=", ")  # fmt: skip
     return 0

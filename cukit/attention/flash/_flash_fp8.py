@@ -1,4 +1,4 @@
-"""Attention of FP8 (e4m3) inputs: Hopper's forward where it covers them, decoding elsewhere."""
+"""Attention of FP8 (e4m3) inputs: the Hopper forward, or inputs converted to 16 bits."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def attend_float8(
 ) -> tuple[Array, Array | None] | None:
     """(out, lse) from Hopper's forward; None where it does not cover the call.
 
-    The kernel needs storage of q, k and v with a contiguous last axis and other strides that are
-    multiples of 16 bytes.
+    The kernel needs q, k, v (their storage) and out with a contiguous last axis, and with addresses
+    and other strides that are multiples of 16 bytes.
 
     descales: of q, k and v, each None, a number, or float32 [], [heads_kv] or [batch, heads_kv].
     precise: keep the probabilities in float16.
@@ -188,7 +188,7 @@ def _planned(
     v_descale: Array | None,
     *given: Array | None,
 ) -> MappedCall | None:
-    """Checks a call and plans it, for all lengths that round to the same values."""
+    """Checks a call and plans it. Calls whose lengths round to the same values share the plan."""
     arrays = ScoreArrays(*given)
     dtype = bfloat16 if out is None else out.dtype
     check_forward(_OP, q, k, v, out, options, arrays, decoded=dtype)
@@ -218,7 +218,7 @@ def _prepare(
     options: ScoreOptions,
     *others: Any,
 ) -> tuple[MappedLaunch, tuple[int, ...], tuple[int, ...]] | None:
-    """The launch, and the shapes of out and lse; None where class sm90 does not cover the call."""
+    """The launch, and the shapes of out and lse; None where the Hopper forward does not apply."""
     if call is None:
         return None
     arrays = ScoreArrays(*others[-len(ScoreArrays._fields) :])

@@ -127,7 +127,8 @@ def paged_attention(
         causal: mask keys right of the diagonal, which is each query's own key.
         window_size: (left, right), visible keys on each side of the diagonal key; None: all.
         softcap: positive bound on the magnitude of the scores.
-        sinks: float32 [num_heads_q], one score per head that is added to the softmax denominator.
+        sinks: float32 [num_heads_q], one score per head, whose exponential is added to the softmax
+            denominator.
         cu_seqlens_q: int32 [batch + 1], for packed queries: the queries of request b are rows
             cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 of q [total_q, num_heads_q, head_dim],
             possibly none.

@@ -67,7 +67,8 @@ def plan_cross_entropy(
 ) -> CrossEntropyConfig:
     """The configuration of a launch. The loss takes one sweep over the row, the gradient a second.
 
-    phase: 0 for whole rows, else a phase over sharded rows: a single sweep without caching.
+    phase: 0 for whole rows, else a phase over sharded rows: a single sweep without caching, but
+        with the blocks per row that two sweeps would have.
     choice: overrides `cluster`, `cached`, `threads` of :func:`split_vocabulary`, for tuning.
     """
     sweeps = 2 if grad or phase else 1

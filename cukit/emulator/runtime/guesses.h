@@ -43,7 +43,8 @@ class Guesses {
 // Whether a race between an access and an earlier one, recorded with this mark, may be due to a
 // guess.
 bool may_guess(const Actor& actor, std::size_t bytes, Access access, Mark earlier);
-// Notes a load of the thread, already or soon executed, that may read a guess.
+// Records that the load from `pointer`, which the current thread executes at `call`, may read a
+// guess.
 void note_guess(const void* pointer, std::uint32_t call);
 
 }  // namespace cukit::emulator

@@ -25,7 +25,7 @@ _FOLD_TOKENS = 64
 _SHORTEST_GROUP = 32
 _FOLD_TOKENS_OF_SHORTEST = 32
 """With more tokens than this (groups of 32) or than _FOLD_TOKENS (longer groups), codes are
-multiplied by their scales first."""
+multiplied by their scales before the product (`WeightOnlyTiling.fold`)."""
 _TILE_ALIGNMENT = 128
 _EXPANDED_GROUP = 8  # tile rows; with 16, the first round of tiles needs twice the weight blocks
 _EXPANDED_TOKENS = 128
@@ -48,12 +48,13 @@ class WeightOnlyTiling:
     tokens: int
     """Tokens of a tile."""
     consumers: int
-    """Consumer warpgroups, each with 64 rows of the weight."""
+    """Consumer warpgroups, each with 64 rows of the weight (128 for "expanded")."""
     num_stages: int
     mapped_out: bool = False
     """Whether TMA stores the result."""
     fold: bool = False
-    """Whether codes are multiplied by their scales first and rounded to the dtype of x."""
+    """Whether codes are multiplied by their scales and rounded to the dtype of x before the
+    product."""
     blocks_per_sm: int = 1
     strips: int = 0
     """For "few": strips of 16 rows per block."""

@@ -77,7 +77,7 @@ CUKIT_DEVICE void rescale(float (&out)[N], const float (&shrink)[2]) {
   for (int i = 0; i < N; ++i) out[i] *= shrink[i / 2 % 2];
 }
 
-// scores = 2^Offset exp2(scale * (scores - max)), added to the sums.
+// Replaces scores by 2^Offset exp2(scale_log2 * (scores - max)), and adds them to the sums.
 template <int Offset = 0, int N>
 CUKIT_DEVICE void exponentiate(SoftmaxRows& rows, float (&scores)[N], float scale_log2) {
 #pragma unroll
