@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,8 @@ class Op:
     specs: representative kernel variants for a device, compiled by `cukit compile` and CI. Empty
         for ops without kernels of their own.
     support: the architectures that have a kernel.
+    writes: arguments that every call changes in place. Others are `out`, gradients to which a call
+        adds, and the arguments of `inplace=True`.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Op:
     reference: Callable[..., Any]
     specs: Callable[[Device], list[KernelSpec]]
     support: Support = ANY_KERNEL
+    writes: frozenset[str] = frozenset()
 
     def supports(self, device: Device) -> bool:
         """True if the op has a kernel for `device`."""
@@ -68,6 +71,7 @@ def register(
     reference: Callable[..., Any],
     specs: Callable[[Device], list[KernelSpec]] = no_kernel,
     support: Support = ANY_KERNEL,
+    writes: Iterable[str] = (),
 ) -> None:
     """Registers an op; called when the op's module is imported.
 
@@ -75,7 +79,8 @@ def register(
     """
     if name in _OPS:
         raise ConfigError(f"register: the op {name!r} exists already")
-    _OPS[name] = Op(name, family, function, on_any_library(reference), specs, support)
+    known = on_any_library(reference)
+    _OPS[name] = Op(name, family, function, known, specs, support, frozenset(writes))
     declare_support(name, support)
 
 

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": BASE | {"core"},
     "distill/losses": OPS | {"attention", "distributed"},
     "distill/optimizer": OPS,
-    "fusion": BASE | {"core", "attention", "gemm", "layers"},
+    "fusion": BASE | {"core", "registry", "attention", "gemm", "layers"},
     "models": MODELS,
     "distill": LOOP,
     "emulator": BASE | {"core"},

@@ -232,6 +232,7 @@ class KernelAnalyzer:
         traced = attempt("device_us", lambda: self._traced(call, work.launch))
         launches = traced or analysis.launches
         if not launches:
+            missing.setdefault("device_us", "the call launched no kernel")
             missing["launches"] = missing["device_us"]
         energy = conditions = None
         if self._energy:

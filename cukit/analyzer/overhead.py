@@ -32,7 +32,7 @@ class Overhead:
 
     us: float
     uncertainty_us: float
-    """Half the range of the differences whose median is `us`."""
+    """Half the range of the differences whose median is `us`, but at least one tick."""
 
     def corrected(self, samples_us: Sequence[float]) -> tuple[float, ...]:
         """Samples without the overhead, but at least one tick, so that rates stay finite."""

@@ -9,15 +9,18 @@ namespaces, and of cukit, are replaced by recording wrappers during the run.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cukit.fusion._tree import is_array, leaves, tree_map
+from cukit.registry import ops
 
 _NAMESPACES = ("cupy", "cupy.linalg", "cupyx.scipy.special", "scipy.special", "cukit")
 """Modules whose functions are replaced by recording wrappers during a trace, if imported."""
@@ -25,8 +28,22 @@ _NAMESPACES = ("cupy", "cupy.linalg", "cupyx.scipy.special", "scipy.special", "c
 _METHODS = (
     "all", "any", "argmax", "argmin", "astype", "clip", "conj", "copy", "cumprod", "cumsum",
     "diagonal", "dot", "flatten", "max", "mean", "min", "prod", "ravel", "repeat", "reshape",
-    "round", "sort", "squeeze", "std", "sum", "swapaxes", "take", "trace", "transpose", "var",
+    "round", "squeeze", "std", "sum", "swapaxes", "take", "trace", "transpose", "var",
 )  # fmt: skip
+_UFUNC_METHODS = ("accumulate", "at", "outer", "reduce", "reduceat")
+_WRITING_METHODS = (
+    "fill", "partition", "put", "resize", "scatter_add", "scatter_max", "scatter_min", "set",
+    "sort",
+)  # fmt: skip
+_WRITING_FUNCTIONS = (
+    "copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask",
+)  # fmt: skip
+_OUT = {
+    "all": 1, "any": 1, "argmax": 1, "argmin": 1, "clip": 2, "cumprod": 2, "cumsum": 2, "dot": 1,
+    "max": 1, "mean": 2, "min": 1, "prod": 2, "round": 1, "std": 2, "sum": 2, "take": 2, "trace": 4,
+    "var": 2,
+}  # fmt: skip
+"""Positions of `out` among the arguments of methods."""
 _READS = (
     "item", "tolist", "tobytes", "get", "data", "ctypes", "flat", "__cuda_array_interface__",
 )  # fmt: skip
@@ -198,13 +215,14 @@ class Traced:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if kwargs.get("out") is not None:
             raise CannotRepeatError(f"{ufunc.__name__} writes to out=")
+        if method == "at":
+            raise CannotRepeatError(f"{ufunc.__name__}.at changes an array in place")
         if method != "__call__":
             return record(f"{ufunc.__name__}.{method}", getattr(ufunc, method), inputs, kwargs)
         return record(ufunc.__name__, ufunc, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:
-            raise CannotRepeatError(f"{function.__name__} writes to out=")
+        _check_writes(function.__name__, function, args, kwargs)
         return record(function.__name__, function, args, kwargs)
 
     def __array_namespace__(self, *, api_version: str | None = None) -> Any:
@@ -213,7 +231,9 @@ class Traced:
     def __getattr__(self, name: str) -> Any:
         value = self._node.value
         if name in _METHODS:
-            return lambda *args, **kwargs: record(name, _method(name), (self, *args), kwargs)
+            return lambda *args, **kwargs: self._call_method(name, args, kwargs)
+        if name in _WRITING_METHODS:
+            raise CannotRepeatError(f".{name}() changes an array in place")
         if name == "T":
             return record("transpose", _method("transpose"), (self,), {})
         if name == "mT":
@@ -226,6 +246,12 @@ class Traced:
         if callable(attribute):
             raise CannotTraceError(f"the method .{name}() is not traced")
         return attribute
+
+    def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position = _OUT.get(name, len(args))
+        if any(out is not None for out in (kwargs.get("out"), *args[position : position + 1])):
+            raise CannotRepeatError(f".{name}() writes to out=")
+        return record(name, _method(name), (self, *args), kwargs)
 
     def __len__(self) -> int:
         return len(self._node.value)
@@ -297,12 +323,53 @@ def _recorder(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not leaves((args, kwargs), _is_traced):
             return function(*args, **kwargs)
-        inputs = getattr(function, "nin", len(args))  # further arguments of a ufunc are outputs
-        if kwargs.get("out") is not None or len(args) > inputs:
-            raise CannotRepeatError(f"{name} writes to out=")
+        _check_writes(name, function, args, kwargs)
         return record(name, function, args, kwargs)
 
+    if isinstance(getattr(function, "nin", None), int):  # a ufunc
+        for method in _UFUNC_METHODS:
+            if hasattr(function, method):
+                setattr(call, method, _recorder(f"{name}.{method}", getattr(function, method)))
     return call
+
+
+def _check_writes(
+    name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises CannotRepeatError if a call writes to one of its arguments."""
+    inputs = getattr(function, "nin", len(args))  # further arguments of a ufunc are outputs
+    position = _position_of_out(function)
+    positional = () if position is None else args[position : position + 1]
+    if len(args) > inputs or any(out is not None for out in (kwargs.get("out"), *positional)):
+        raise CannotRepeatError(f"{name} writes to out=")
+    added_to = [key for key in kwargs if key in _ADDED_TO and kwargs[key] is not None]
+    if added_to:
+        raise CannotRepeatError(f"{name} adds to {added_to[0]}")
+    in_place = name in _WRITING_FUNCTIONS or name.endswith(".at") or kwargs.get("inplace") is True
+    if in_place or function in _writing_ops():
+        raise CannotRepeatError(f"{name} changes an array in place")
+
+
+_ADDED_TO = ("grad_weight", "grad_bias")
+
+
+@functools.cache
+def _position_of_out(function: Callable[..., Any]) -> int | None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a ufunc, or a function without a signature
+        return None
+    positional = [
+        each.name
+        for each in parameters
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    return positional.index("out") if "out" in positional else None
+
+
+@functools.cache
+def _writing_ops() -> frozenset[Callable[..., Any]]:
+    return frozenset(op.function for op in ops() if op.writes)
 
 
 @contextlib.contextmanager

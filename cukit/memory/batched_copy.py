@@ -264,4 +264,5 @@ register(
     function=batched_copy,
     reference=reference.batched_copy,
     specs=_specs,
+    writes=("memory",),
 )

@@ -34,7 +34,8 @@ _MAX_BACKWARD = 4
 """Maximum channels per thread in the backward: the accumulators of eight would spill."""
 _WIDTHS = (2, 3, 4)
 _NAMES = {"silu": "Silu", "none": "NoActivation"}
-_MAX_BATCH = 65535
+_MAX_GRID_YZ = 65535
+"""CUDA's limit on the blocks of a grid along y and along z."""
 
 
 def causal_conv(
@@ -64,7 +65,8 @@ def causal_conv(
 
     Raises:
         ArrayError: invalid dtype, shape, layout or device of an argument.
-        ConfigError: an unknown activation, or a batch above 65535 on the GPU.
+        ConfigError: an unknown activation; on the GPU, a batch above 65535, or more than 65535
+            blocks of 16 to 64 tokens.
 
     Runs on CuPy's current stream without synchronisation; computes in float32, deterministic.
 
@@ -134,6 +136,8 @@ def causal_conv_backward(
     if prepared.rows and channels:
         grads = (grad_x, grad_state, partial_weight, partial_bias)
         prepared.launch(grad_y, x, weight, bias, initial_state, *grads)
+    elif grad_state is not None:
+        grad_state.fill(0)
     grad_weight = column_sum(partial_weight, x.dtype).reshape(weight.shape)
     grad_bias = None if bias is None else column_sum(partial_bias, x.dtype)
     return ConvGradients(grad_x, grad_weight, grad_bias, grad_state)
@@ -224,13 +228,17 @@ def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array 
     """
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     batch, seq_len, channels = x.shape
-    if batch > _MAX_BATCH:
-        raise ConfigError(f"{op}: x must have a batch of at most {_MAX_BATCH}, got {batch}")
+    if batch > _MAX_GRID_YZ:
+        raise ConfigError(f"{op}: x must have a batch of at most {_MAX_GRID_YZ}, got {batch}")
     vec = access_width(channels, *accessed) if channels else 1
     if op == "causal_conv_backward":
         vec = min(vec, _MAX_BACKWARD)
     columns = -(-channels // (vec * _THREADS))
     tokens = _plan_tokens(batch, seq_len, columns, current_device())
+    if seq_len > _MAX_GRID_YZ * tokens:
+        raise ConfigError(
+            f"{op}: x must have a seq_len of at most {_MAX_GRID_YZ * tokens}, got {seq_len}"
+        )
     spec = _spec(op, x.dtype.name, weight.shape[1], vec, activation, tokens)
     scalars = (STRUCTS["ConvParameters"].pack(seq_len=seq_len, channels=channels),)
     return Launch(load_kernel(spec), (columns, -(-seq_len // tokens), batch), scalars)
@@ -328,6 +336,7 @@ def _register() -> None:
             function=function,
             reference=getattr(reference, name),
             specs=partial(_specs, name),
+            writes=("state",) if function is causal_conv_step else (),
         )
 
 

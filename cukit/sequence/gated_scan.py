@@ -266,4 +266,5 @@ register(
     function=gated_scan_step,
     reference=reference.gated_scan_step,
     specs=_step_specs,
+    writes=("state",),
 )

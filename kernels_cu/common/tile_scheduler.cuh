@@ -5,7 +5,7 @@
 //            indices itself, without communication.
 //   dynamic  an atomic counter in global memory assigns tiles to free blocks: for tiles of
 //            different cost. One thread of a block draws the tiles, and publishes each with the
-//            first stage that it fills.
+//            first pipeline stage that it fills for that tile.
 //   matrix   tiles of a matrix product in a rasterisation order that keeps operands in L2,
 //            optionally split along k.
 //   stream-K the same, where the last tiles, fewer than one per block, are divided along k into one

@@ -16,9 +16,10 @@
 // the second sweep writes q - p. Otherwise student and teacher are close, and this difference and
 // q - p would be mostly rounding errors: the second sweep sums non-negative terms, without
 // cancellation.
-// The gradients of the other divergences depend on a sum over the row: the second sweep sums loss
-// and slopes, and a third writes the gradient. For the reverse KL that sum is the loss, which the
-// first sweep gives if student and teacher are far apart.
+// The gradients of the other divergences depend on a sum over the row: the second sweep sums the
+// terms of the loss and q times the slopes (distill/divergence_rows.cuh), and a third writes the
+// gradient. For the reverse KL the sum of q times the slopes is the loss, which the first sweep
+// gives if student and teacher are far apart.
 //
 // Mapping: a cluster of CLUSTER blocks per row, each with its part of the columns. The gradient may
 //   overwrite the student's logits.
@@ -73,7 +74,7 @@ struct Statistics {
     student.cover(top, scale);
     if constexpr (HARD) plain.cover(top, cukit::kLog2E);
     teacher.cover(teacher_logits.of(cukit::extreme<cukit::Largest>(of_teacher)), scale);
-    // Of the elements, not the logits: the transform is monotonic.
+    // The lowest elements suffice, because the transform to logits is monotonic.
     lowest_teacher = fminf(lowest_teacher, cukit::extreme<cukit::Smallest>(of_teacher));
     if constexpr (DIVERGENCE != 0) {
       lowest_student = fminf(lowest_student, cukit::extreme<cukit::Smallest>(of_student));

@@ -75,8 +75,8 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, BLOCKS
                 const __grid_constant__ cukit::TensorMap kept,     // like out; only with KEEPS
                 const __grid_constant__ cukit::TensorMap kept_up,  // with KEEPS and PARTS 2
                 const T* bias,     // [n], TRANSPOSED: [m]; or null
-                T* out_elements,   // [m, n]; only with SPLITS > 1
-                T* kept_elements,  // [m, PARTS * n]; only with SPLITS > 1 and KEEPS
+                T* out_elements,   // like out; only with SPLITS > 1
+                T* kept_elements,  // [m, PARTS * n] or transposed; with SPLITS > 1 and KEEPS
                 const cukit::LinearParameters parameters) {
   const cukit::GemmParameters& p = parameters.gemm;
   __shared__ cukit::Pipeline<STAGES> pipeline;

@@ -53,7 +53,7 @@ constexpr bool kScaleByGroup = GROUP != 0 && !FOLD;
 
 using Operand = unsigned[kChunkSteps][4];
 
-// Decodes a chunk of a block in shared memory to operand a.
+// Decodes a chunk of a weight block in shared memory to operand a.
 CUKIT_DEVICE void decode(Operand& a, const unsigned char* block, int chunk,
                          const unsigned char* tables) {
   constexpr int kSteps = kChunkSteps / kChunkGroups;

@@ -265,6 +265,10 @@ def test_the_launches_of_a_call_are_traced(
     assert [launch.device_us for launch in analysis.launches] == [4.0, 4.0]
     assert "launches" not in analysis.missing
     assert len(flushed) == 21
+    monkeypatch.setattr(module, "KernelTrace", lambda: StubTrace([]))
+    analysis = simulated.analyze(lambda: None)
+    assert analysis.launches == ()
+    assert analysis.missing["launches"] == "the call launched no kernel"
 
 
 def test_calls_that_cannot_be_captured_are_timed_by_events(

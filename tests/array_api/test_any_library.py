@@ -1,4 +1,4 @@
-"""Ops and their references on arrays of a library with only the array API standard."""
+"""Ops and their references on arrays of a library that implements only the array API standard."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.attention.checks import NAMES, inputs_of
 from tests.contract import poisoned, to_device, to_host
 
 SEQ = 150
-UNIT = 2.0**-7  # the relative distance of adjacent bfloat16 values, at most
+UNIT = 2.0**-7  # the largest relative distance between adjacent bfloat16 values
 
 
 def tables_of(rng, half, batch):
@@ -83,7 +83,8 @@ def test_gradients_before_rope_in_slices_of_one_array(
 
 def test_partial_sums_are_added_into_slices(either_class, rng):
     """Four query heads share a KV head, and there are too few key tiles to fill the GPU: several
-    blocks add to each gradient of k and v, and a separate launch rotates."""
+    blocks compute partial sums of grad_k and grad_v. Separate launches add them up, and rotate
+    grad_q and grad_k."""
     arrays = inputs_of(rng, (SEQ, SEQ), (4, 1), 64)
     q, k, v, grad_out, cos, sin = to_device(either_class, *arrays, *tables_of(rng, 32, 1))
     out, lse = flash_attention(q, k, v, causal=True, return_lse=True)

@@ -271,9 +271,49 @@ def converts(x):
     return np.asarray(x).sum()
 
 
+def sorts(x):
+    y = x + 1
+    y.sort()
+    return y
+
+
+def adds_at(x):
+    y = x + 1
+    np.add.at(y, (0, 0), 1)
+    return y
+
+
+def copies_to(x):
+    y = x + 1
+    np.copyto(y, -x)
+    return y
+
+
+def writes_positional_out(x):
+    y = x + 1
+    np.cumsum(x, 1, None, y)
+    return y
+
+
+def writes_out_of_a_method(x):
+    y = x + 1
+    x.cumsum(1, None, y)
+    return y
+
+
+def steps(x):
+    state = (x + 1).reshape(2, 2, 8)
+    ck.causal_conv_step(state, x[:2], np.ones((8, 3), np.float32))
+    return state + 0
+
+
 @pytest.mark.parametrize(
-    "function", [reads, branches, assigns, adds_in_place, converts, writes_out]
-)
+    "function",
+    [
+        reads, branches, assigns, adds_in_place, converts, writes_out, sorts, adds_at, copies_to,
+        writes_positional_out, writes_out_of_a_method, steps,
+    ],
+)  # fmt: skip
 def test_functions_that_cannot_be_traced_are_unchanged(function, rng):
     x = random(rng, (4, 8), "float32")
     optimized = optimize(function, x, dry_run=False)
@@ -390,6 +430,8 @@ def test_functions_of_cupy_are_traced(rng):
         x, weight = (cupy.asarray(random(rng, s, "float32")) for s in ((4, 16), (16,)))
         optimized = optimize(norm, (x, weight))
         assert [row.op for row in optimized.report] == ["rms_norm"]
+        optimized = optimize(lambda x: cupy.add.reduce(x) + 1, x)
+        assert "nothing was replaced" not in optimized.note
         assert cupy.exp is before
 
 

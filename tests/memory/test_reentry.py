@@ -62,7 +62,7 @@ def test_frees_inside_every_driver_call(how: str, *, can_remap: bool) -> None:
         pool.defragment()
         pool.trim()
         provider.interrupt = lambda: None
-        pool.statistics()  # makes the deferred frees
+        pool.statistics()  # performs the deferred frees
         check_invariants(pool)
         assert pool.statistics().num_live == len(live) + len(to_free)
     assert interrupted > 40
@@ -88,7 +88,7 @@ class _Cycle:
 
 
 def test_collections_at_every_moment() -> None:
-    """Garbage collections at almost every allocation of Python free buffers inside pool calls."""
+    """Python collects garbage at almost every allocation: buffers are freed inside pool calls."""
     pool = MemoryPool(MemoryPoolConfig(max_pool_size=64 * PAGE), SimulatedProvider(64 * PAGE))
     before = gc.get_threshold()
     gc.set_threshold(3, 1, 1)

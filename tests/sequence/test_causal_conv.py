@@ -94,6 +94,21 @@ def test_calls_and_steps_continue_each_other(device, rng):
     np.testing.assert_array_equal(to_host(running), x[:, 2:5])
 
 
+def test_without_tokens_the_state_has_a_zero_gradient(device, rng):
+    x, weight, bias, state, grad = to_device(device, *inputs(rng, 2, 0, 8, 4, "float32"))
+    grads = causal_conv_backward(grad, x, weight, bias, initial_state=state)
+    for found in (grads.initial_state, grads.weight, grads.bias):
+        assert not to_host(found).any()
+
+
+def test_kernels_reject_sequences_beyond_the_grid(device):
+    if device == "cpu":
+        pytest.skip("a requirement of the kernels")
+    x, weight = to_device(device, np.zeros((1, 65535 * 64 + 1, 1), np.float16), np.ones((1, 2)))
+    with pytest.raises(ConfigError, match="seq_len of at most 4194240, got 4194241"):
+        causal_conv(x, weight.astype(np.float16))
+
+
 def test_errors_name_the_argument(rng):
     x, weight, bias, state, grad = inputs(rng, 2, 9, 8, 4, "float32")
     with pytest.raises(ArrayShapeError, match="x must have 3 axes"):

@@ -53,14 +53,14 @@ _FLOAT8_STEP = 32
 _FLOAT8_ALIGNMENT = 16  # columns: TMA needs rows of whole 16-byte chunks
 _VALUES_THREADS = 128
 _PREPARE_IN_BLOCK_MAX_TILES = 8
-"""Query tiles that read the same V, up to which each block prepares V itself."""
+"""Each block prepares V itself if at most this many query tiles read the same V."""
 _SEQUENCE_THREADS = 1024
 _LIST_THREADS = 128
 _NARROW, _WIDE = 96, 192  # columns of V
 _LONG_TILE, _SHORT_TILE = 128, 64  # keys
 _COLUMNS = 32  # granularity at which the backward skips padding columns
 _LONG_QUERY_TILE_MIN_QUERIES = 8192
-"""Queries of a causal call from which the backward's long query tiles are faster."""
+"""In a causal call, the backward's long query tiles are faster from this many queries on."""
 _LONG_QUERY_TILE_FEATURES = frozenset({"value_dim", "sinks"})
 """Features that leave enough registers for long query tiles."""
 _WAVES = 4  # minimum work items per SM, where splits allow, so that SMs finish together
@@ -131,7 +131,8 @@ class WarpgroupForwardConfig:
         return KernelSpec(f"attention/{entry}.cu", entry, defines, tiling.threads, shared)
 
     def plan_spec(self) -> KernelSpec | None:
-        """The scheduling kernel that runs first if the work per tile varies, else None."""
+        """The scheduling kernel for variable-length sequences or a block mask, which runs first;
+        else None."""
         tiling = self.tiling
         if self.problem.varlen:
             return sequences_spec(tiling.tile_m)
@@ -406,7 +407,7 @@ class WarpgroupBackwardConfig(FlashAttentionBackwardConfig):
 
     @property
     def rotates(self) -> bool:
-        """For heads of 64 or 128 columns, without splits, packed sequences or a teacher."""
+        """True for heads of 64 or 128 columns without splits, packed sequences or a teacher."""
         problem = self.problem
         exact = problem.head_dim == self.width and self.accumulates_grad_q
         return exact and self.splits == 1 and not problem.varlen and not problem.distills

@@ -274,12 +274,13 @@ class _BackwardKernels(NamedTuple):
     statistics: Any
     """Packed parameters of `prepare`, without lengths and strides."""
     summed: Any
-    """Packed parameters of `finish`, without lengths."""
+    """Packed parameters of the kernel that converts the dQ accumulators, without lengths."""
     prepare: Launches
     keys: Launches | MappedKernels
     sums: Launches | None
     queries: Launches | None
-    """The finish or the dQ kernel; None if `keys` includes the dQ kernel."""
+    """The kernel that converts the dQ accumulators, or the dQ kernel; None if `keys` includes the
+    dQ kernel."""
     sinks: Launches | None
 
 

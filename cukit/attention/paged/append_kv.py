@@ -375,4 +375,5 @@ register(
     function=append_kv,
     reference=reference.append_kv,
     specs=_specs,
+    writes=("k_cache", "v_cache"),
 )

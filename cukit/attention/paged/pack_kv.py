@@ -233,4 +233,5 @@ register(
     function=pack_kv,
     reference=reference.pack_kv,
     specs=_specs,
+    writes=("k_cache", "v_cache"),
 )

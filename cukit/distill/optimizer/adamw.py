@@ -233,4 +233,11 @@ def _specs(device: Device) -> list[KernelSpec]:
     ]
 
 
-register(name="adamw", family="distill", function=adamw, reference=reference.adamw, specs=_specs)
+register(
+    name="adamw",
+    family="distill",
+    function=adamw,
+    reference=reference.adamw,
+    specs=_specs,
+    writes=("params", "state"),
+)

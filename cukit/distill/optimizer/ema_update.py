@@ -136,4 +136,5 @@ register(
     function=ema_update,
     reference=reference.ema_update,
     specs=_specs,
+    writes=("averages", "copies"),
 )
