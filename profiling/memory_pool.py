@@ -33,6 +33,7 @@ from cukit.analyzer.results import OURS, Record, ResultsFile, case_key
 from cukit.analyzer.statistics import estimate
 from cukit.analyzer.timing import GpuTimer, HostTimer
 from cukit.core.device import gpu_available
+from cukit.core.kernel import Kernel
 from cukit.memory import MemoryPool, MemoryPoolConfig
 from cukit.memory.providers.provider import Provider
 from cukit.memory.replay.mixes import STANDARD
@@ -278,32 +279,23 @@ def _timed_copies() -> Iterator[list[Callable[[], float]]]:
         return
     import cupy
 
-    from cukit.memory.providers import slot_mover
-    from cukit.memory.providers.device_copy import DeviceCopy
+    launch = Kernel.__call__
 
-    launch, launch_of_mover = DeviceCopy._launch, slot_mover._launch
-
-    def timed(call: Callable[..., None], stream: Any, *arguments: Any) -> None:
+    def timed_launch(kernel: Kernel, grid: tuple[int, ...], args: Any, **options: Any) -> None:
+        if kernel.compiled.spec.entry != "batched_copy":
+            launch(kernel, grid, args, **options)
+            return
         begin, end = cupy.cuda.Event(), cupy.cuda.Event()
-        begin.record(stream)
-        call(*arguments)
-        end.record(stream)
+        begin.record(options.get("stream"))
+        launch(kernel, grid, args, **options)
+        end.record(options.get("stream"))
         found.append(lambda: cupy.cuda.get_elapsed_time(begin, end) * 1e3)
 
-    def timed_launch(copy: DeviceCopy, plan: Any, stream: Any, arrays: Any) -> None:
-        timed(launch, stream, copy, plan, stream, arrays)
-
-    def timed_mover(kernel: Any, blocks: int, args: Any, stream: Any) -> None:
-        if kernel.compiled.spec.entry == "batched_copy":
-            timed(launch_of_mover, stream, kernel, blocks, args, stream)
-        else:
-            launch_of_mover(kernel, blocks, args, stream)
-
-    DeviceCopy._launch, slot_mover._launch = timed_launch, timed_mover
+    Kernel.__call__ = timed_launch  # type: ignore[method-assign]
     try:
         yield found
     finally:
-        DeviceCopy._launch, slot_mover._launch = launch, launch_of_mover
+        Kernel.__call__ = launch  # type: ignore[method-assign]
 
 
 def _provider(page_bytes: int) -> Provider:

@@ -19,8 +19,9 @@ import cukit
 from cukit.core.overlap import check_overlap
 from cukit.core.quantized_array import QuantizedArray
 from cukit.errors import ArrayLayoutError, CukitError
+from cukit.gemm import PackedWeight
 from cukit.memory import HostProvider
-from cukit.registry import Op, ops
+from cukit.registry import Op, get_op, ops
 from tests.emulator.samples import SAMPLES
 
 KERNEL_OPS = [op for op in ops() if op.has_kernel]
@@ -355,45 +356,79 @@ def test_a_read_only_output_is_rejected(op: Op) -> None:
     assert not out.any()
 
 
-PARTS = ("storage", "scales", "zero_points")
+PARTS = ("storage", "scales", "zero_points", "blocks", "row_scales")
 COPIED = {("quantized_linear", "weight")}
-"""Arguments that the op packs, into another array, before it writes the output."""
+"""QuantizedArrays that the op packs, into another array, before it writes the output."""
 
 
-@pytest.mark.parametrize("op", WRITERS, ids=lambda op: op.name)
-def test_an_output_that_overlaps_an_input_is_rejected(op: Op) -> None:
-    args, kwargs = SAMPLES[op.name](np.random.default_rng(0))
+def rows_of_codes(dtype: cukit.NarrowDtype, *shape: int) -> QuantizedArray:
+    """Values with a scale per row."""
+    return cukit.quantize(np.ones(shape, np.float32), dtype, axis=-1)
+
+
+def packed_linear(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    weight = cukit.pack_weight(rows_of_codes(cukit.int8, 16, 64))
+    return (floats(rng, 8, 64).astype(np.float16), weight), {}
+
+
+def packed_linear_of_codes(rng: np.random.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    weight = cukit.quantize(floats(rng, 16, 64), cukit.int4, axis=-1, group_size=64)
+    packed = cukit.pack_weight(weight, x_dtype=cukit.float8_e4m3)
+    return (rows_of_codes(cukit.float8_e4m3, 8, 64), packed), {}
+
+
+def product_of_codes(dtype: cukit.NarrowDtype) -> Sample:
+    return lambda rng: ((rows_of_codes(dtype, 8, 64), rows_of_codes(dtype, 16, 64)), {})
+
+
+OVERLAPPING = [
+    *(pytest.param(op, SAMPLES[op.name], id=op.name) for op in WRITERS),
+    *(
+        pytest.param(get_op(name), sample, id=f"{name}-{kind}")
+        for name, kind, sample in (
+            ("matmul_int8", "scales", product_of_codes(cukit.int8)),
+            ("matmul_fp8", "scales", product_of_codes(cukit.float8_e4m3)),
+            ("quantized_linear", "packed", packed_linear),
+            ("quantized_linear", "codes", packed_linear_of_codes),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "sample"), OVERLAPPING)
+def test_an_output_that_overlaps_an_input_is_rejected(op: Op, sample: Sample) -> None:
+    args, kwargs = sample(np.random.default_rng(0))
     result = op.function(*args, **kwargs)
     model = result[0] if isinstance(result, tuple) else result
     bound = inspect.signature(op.function).bind(*args, **kwargs)
     shift = 16
 
-    def is_rejected(name: str, value: Any, array: Any, with_array: Callable[[Any], Any]) -> None:
+    def is_rejected(name: str, array: Any, with_array: Callable[[Any], Any]) -> None:
         if not isinstance(array, np.ndarray) or array.nbytes <= shift:
             return
         memory = np.zeros(max(array.nbytes, model.nbytes) + shift, np.uint8)
         copied = np.ndarray(array.shape, array.dtype, memory)
         copied[...] = array
-        bound.arguments[name] = with_array(copied)
+        value, bound.arguments[name] = bound.arguments[name], with_array(copied)
         bound.arguments["out"] = np.ndarray(model.shape, model.dtype, memory, shift)
         with pytest.raises(ArrayLayoutError, match="overlaps"):
             op.function(*bound.args, **bound.kwargs)
         bound.arguments[name] = value
 
     for name, value in list(bound.arguments.items()):
-        is_rejected(name, value, value, lambda copied: copied)
-        if isinstance(value, QuantizedArray) and (op.name, name) not in COPIED:
-            parts = {part: getattr(value, part) for part in PARTS}
-            rest = {k: getattr(value, k) for k in ("dtype", "shape", "axis", "group_size")}
-            for part, array in parts.items():
-                is_rejected(
-                    name,
-                    value,
-                    array,
-                    lambda copied, part=part, all_=parts | rest: QuantizedArray(
-                        **{**all_, part: copied}
-                    ),
-                )
+        is_rejected(name, value, lambda copied: copied)
+        if isinstance(value, (QuantizedArray, PackedWeight)):
+            if isinstance(value, QuantizedArray) and (op.name, name) in COPIED:
+                continue
+            for part in PARTS:
+
+                def with_part(copied: Any, value: Any = value, part: str = part) -> Any:
+                    changed = copy.copy(value)
+                    vars(changed).pop("arrays", None)  # cached
+                    object.__setattr__(changed, part, copied)
+                    return changed
+
+                is_rejected(name, getattr(value, part, None), with_part)
 
 
 COMPARED_ELSEWHERE = {

@@ -84,9 +84,9 @@ def asarray(
         check_flag("asarray", "copy", copy)
     if copy is False and (isinstance(obj, QuantizedArray) or isinstance(dtype, NarrowDtype)):
         raise ArrayError("asarray: copy=False, but the array has to be decoded or encoded")
-    if copy is False and not hasattr(obj, "__array__") and not hasattr(obj, "__dlpack__"):
+    if copy is False and isinstance(obj, (bool, int, float, complex, list, tuple, np.generic)):
         raise ArrayError(
-            f"asarray: copy=False, but a {type(obj).__name__} is no array and has to be copied"
+            f"asarray: copy=False, but a {type(obj).__name__} has to be copied into an array"
         )
     if isinstance(obj, QuantizedArray):
         obj = obj.decode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -86,7 +85,7 @@ def _serve(function: Callable[[Any], Any], connection: Any, parent: int) -> None
             answer = None, error
         try:
             connection.send(answer)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+        except Exception as error:
             what = "result" if answer[1] is None else f"{type(answer[1]).__name__}"
             connection.send((None, CukitError(f"a worker's {what} cannot be sent: {error}")))
 

@@ -10,14 +10,17 @@ from cukit.errors import ConfigError
 
 _LAUNCHERS = (
     # torchrun, and launchers that set the same names
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
-    # mpirun of Open MPI; mpirun of MPICH and Intel MPI; srun
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
-)
-_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # Open MPI; MPICH, Intel MPI
-_HOSTS = "SLURM_STEP_NUM_NODES"  # srun
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    # mpirun of Open MPI; mpirun of MPICH and Intel MPI
+    (
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_NODES"),  # srun
+)  # fmt: skip
+"""Variables with the rank, the number of processes, the rank on this host, and the number of
+processes on this host (of srun: the number of hosts)."""
 _DEFAULT_PORT = 29500
 
 
@@ -61,7 +64,7 @@ def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Rank
     """
     env = os.environ if environment is None else environment
     for launcher in _LAUNCHERS:
-        rank_name, size_name, local_name = launcher
+        rank_name, size_name, local_name, spread_name = launcher
         if rank_name in env and size_name in env:
             break
     else:
@@ -71,7 +74,8 @@ def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Rank
     port = _number(env, "MASTER_PORT") if "MASTER_PORT" in env else _DEFAULT_PORT
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         port += 1
-    if size > 1 and "MASTER_ADDR" not in env and _several_hosts(env, size):
+    one_host = "1" if rank_name == "SLURM_PROCID" else str(size)
+    if size > 1 and "MASTER_ADDR" not in env and env.get(spread_name, one_host) != one_host:
         raise ConfigError(
             f"MASTER_ADDR: {size} processes on several hosts need the name of rank 0's host "
             "(mpirun -x MASTER_ADDR=..., or export it before srun)"
@@ -83,12 +87,6 @@ def ranks_from_environment(environment: Mapping[str, str] | None = None) -> Rank
         if name in env
     )  # fmt: skip
     return Ranks(rank, size, local_rank, env.get("MASTER_ADDR", "127.0.0.1"), port, job)
-
-
-def _several_hosts(env: Mapping[str, str], size: int) -> bool:
-    """Whether the launcher reports fewer processes on this host than in all, or several hosts."""
-    on_this_host = [env[name] for name in _LOCAL_SIZES if name in env]
-    return any(each != str(size) for each in on_this_host) or env.get(_HOSTS, "1") != "1"
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

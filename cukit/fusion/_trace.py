@@ -359,12 +359,11 @@ def _position_of_out(function: Callable[..., Any]) -> int | None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a ufunc, or a function without a signature
         return None
-    positional = [
-        each.name
-        for each in parameters
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
-    ]
-    return positional.index("out") if "out" in positional else None
+    for position, each in enumerate(parameters):
+        # Without a default, `out` is an input: the result of a forward.
+        if each.name == "out" and each.kind is not each.KEYWORD_ONLY:
+            return None if each.default is each.empty else position
+    return None
 
 
 @functools.cache

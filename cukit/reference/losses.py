@@ -96,7 +96,8 @@ class _Rows:
         factor = self.weights * self.factor
         if grad_loss is not None:
             factor = factor * xp.asarray(grad_loss, grad.dtype).reshape(-1)
-        return xp.where(self.kept[:, None], grad * factor[:, None], grad.dtype.type(0))
+        counted = self.kept & (factor != 0)  # a gradient of 0 times infinity would be NaN
+        return xp.where(counted[:, None], grad * factor[:, None], grad.dtype.type(0))
 
 
 class _Logits(NamedTuple):

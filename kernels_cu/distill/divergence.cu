@@ -375,8 +375,11 @@ extern "C" __global__ void CUKIT_CLUSTER_SHAPE __launch_bounds__(THREADS, kMinBl
                                    soft.teacher_logits.of(statistics.lowest_teacher));
   const auto write_gradient = [&] {
     if constexpr (GRAD) {
-      if (kReverse && soft.soft_scale == 0.0f) soft.centre = 0.0f;  // it may be infinite
-      fit ? gradient_sweep(Choice<Sweep::Apart>{}) : gradient_sweep(Choice<Sweep::Masked>{});
+      // The reverse KL may be infinite; with weight 0 its gradient is 0, as if q were 0 everywhere.
+      const bool dropped = kReverse && soft.soft_scale == 0.0f;
+      if (dropped) soft.student.reference = -cukit::kNoMass;
+      fit && !dropped ? gradient_sweep(Choice<Sweep::Apart>{})
+                      : gradient_sweep(Choice<Sweep::Masked>{});
     }
   };
   if (kReverse && active && soft.reversely_far_apart()) {

@@ -435,9 +435,7 @@ struct CentredRow : RowMasses {
       const float b = at.b;
       compare_safely(at);
       if (kDivergence == Divergence::ReverseKl) at.b = b;
-      // An infinite slope times a soft_scale of 0 would be NaN.
-      const bool counts = at.q > 0.0f && (kDivergence != Divergence::ReverseKl || soft_scale != 0.0f);
-      return counts ? at.q * (slope(at) - centre) : 0.0f;
+      return at.q > 0.0f ? at.q * (slope(at) - centre) : 0.0f;
     } else {
       compare(at);
       return at.q * (slope(at) - centre);

@@ -49,6 +49,13 @@ def test_asarray_shares_memory_where_possible():
     assert not np.shares_memory(ck.asarray(array, device="cpu", copy=True), array)
     with pytest.raises(ValueError, match="copy=False"):
         ck.asarray(array, np.float16, device="cpu", copy=False)
+    quantized = ck.asarray([1.0, 2.0], ck.int8, device="cpu")
+    for copied in ([1.0], 2, np.float64(3), quantized):
+        with pytest.raises(ValueError, match="copy=False"):
+            ck.asarray(copied, device="cpu", copy=False)
+    with pytest.raises(ValueError, match="copy=False"):
+        ck.asarray(array, ck.int8, device="cpu", copy=False)
+    assert ck.asarray(array, device="cpu", copy=False) is array
 
 
 def test_asarray_converts(device):

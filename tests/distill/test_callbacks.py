@@ -65,17 +65,25 @@ def test_a_run_killed_at_any_step_ends_in_the_same_bits(tmp_path: Path, killed_a
         assert array.tobytes() == second.state()[name].tobytes(), name
 
 
-def test_a_checkpoint_that_cannot_be_written_fails_on_all_processes(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_fails_on_all_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "missing" / "checkpoint.safetensors"
 
     def work(comm: Any) -> str:
-        with pytest.raises((OSError, CukitError)) as caught:
+        with pytest.raises((OSError, MemoryError, CukitError)) as caught:
             save_checkpoint(path, trainer(comm=comm))
         return str(caught.value)
 
     first, second = run_ranks(2, work)
     assert first in second
     assert "rank 0 wrote no checkpoint" in second
+
+    def silent(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("cukit.distill.training.checkpoint.write_arrays", silent)
+    assert run_ranks(2, work)[1] == "rank 0 wrote no checkpoint: MemoryError: "
 
 
 def test_all_processes_stop_at_the_same_step() -> None:

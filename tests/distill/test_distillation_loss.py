@@ -204,6 +204,11 @@ def test_an_infinite_divergence_with_weight_0_is_dropped(device, rng, columns):
     expected = cross_entropy(placed[0], targets, return_grad=True, grad_loss=2.0)
     np.testing.assert_allclose(to_host(loss), 2 * to_host(expected[0]), rtol=1e-6)
     np.testing.assert_allclose(to_host(grad), to_host(expected[1]), rtol=1e-5, atol=1e-8)
+    (upstream,) = to_device(device, np.array([0, 1], np.float32))
+    options = {"divergence": "reverse_kl", "reduction": "none", "grad_loss": upstream}
+    _, grad = distillation_loss(*placed, return_grad=True, **options)
+    assert not to_host(grad)[0].any()
+    assert to_host(grad)[1].any()
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -162,14 +162,19 @@ def test_errors_name_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -
         ranks_from_environment({"RANK": "0", "WORLD_SIZE": "two"})
     with pytest.raises(ConfigError, match="rank must be in"):
         ranks_from_environment({"RANK": "2", "WORLD_SIZE": "2"})
-    two = {"RANK": "0", "WORLD_SIZE": "2"}
-    for name, several in (
-        ("OMPI_COMM_WORLD_LOCAL_SIZE", "1"), ("MPI_LOCALNRANKS", "1"), ("SLURM_STEP_NUM_NODES", "2")
-    ):  # fmt: skip
+    hosts = {"SLURM_STEP_NUM_NODES": "2"}
+    for rank, size, name, several in (
+        ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "1"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "1"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "1"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_NODES", "2"),
+    ):
+        two = {rank: "0", size: "2"}
         with pytest.raises(ConfigError, match="MASTER_ADDR"):
-            ranks_from_environment({**two, name: several})
+            ranks_from_environment({**hosts, **two, name: several})
         assert ranks_from_environment({**two, name: several, "MASTER_ADDR": "a"}).address == "a"
-        assert ranks_from_environment({**two, name: str(3 - int(several))}).size == 2
+        # mpirun on each host of a job that Slurm spreads over several
+        assert ranks_from_environment({**hosts, **two, name: str(3 - int(several))}).size == 2
     for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     assert isinstance(communicator(), Alone)

@@ -417,6 +417,16 @@ def test_ops_of_cukit_are_traced(rng):
     np.testing.assert_allclose(optimized(*arrays), function(*arrays), atol=1e-5)
 
 
+def test_the_result_of_a_forward_is_an_input_of_its_backward(rng):
+    """Its parameter `out` has no default."""
+    memory, queries = random(rng, (8, 16), "float32"), random(rng, (4, 16), "float32")
+    out, lse = ck.memory_read(queries, memory, return_lse=True)
+    optimized = optimize(
+        lambda grad: ck.memory_read_backward(grad, queries, memory, out, lse)[0], out
+    )
+    assert "nothing was replaced" not in optimized.note
+
+
 def test_functions_of_cupy_are_traced(rng):
     """On the stand-in for CuPy, whose functions are replaced during the trace."""
     with ck.emulate_cupy():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from cukit.memory import DeviceOutOfMemory, HostProvider, Provider
+from cukit.memory.providers import host
 
 PAGE = 64 << 10
 
@@ -43,6 +46,42 @@ def test_new_pages_do_not_show_old_bytes() -> None:
         array[:] = 1
         provider.unmap_pages(base, 1)
         provider.destroy_pages([page])
+
+
+def test_a_failed_creation_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space")
+
+    provider = HostProvider(8 * PAGE, page_bytes=PAGE, large_pages=2)
+    provider.destroy_pages(provider.create_pages(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", full)
+        for create, count in ((provider.create_pages, 3), (provider.create_large_pages, 2)):
+            with pytest.raises(OSError, match="no space"):
+                create(count)
+    assert provider.memory_info() == (8 * PAGE, 8 * PAGE)
+    assert len(set(provider.create_pages(8))) == 8
+
+
+def test_a_failed_mapping_maps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider = HostProvider(8 * PAGE, page_bytes=PAGE)
+    base = provider.reserve(4 * PAGE)
+    first, second, third = provider.create_pages(3)
+    mapped: list[int] = []
+    mmap = host._mmap
+
+    def second_run_fails(address: int, size: int, access: int, *rest: int) -> int:
+        mapped.append(address if access else -address)
+        if len(mapped) == 2:
+            raise OSError("no mapping")
+        return mmap(address, size, access, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "_mmap", second_run_fails)
+        with pytest.raises(OSError, match="no mapping"):
+            provider.map_pages(base, [second, third, first])
+    assert mapped == [base, base + 2 * PAGE, -base], "the first run is inaccessible again"
+    provider.map_pages(base, [first, second, third])
 
 
 @pytest.mark.parametrize("can_remap", [True, False])

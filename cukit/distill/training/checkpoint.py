@@ -30,7 +30,9 @@ def save_checkpoint(path: Path, trainer: Trainer, **extra: Any) -> None:
             write_arrays(path, trainer.state(), description)
         except Exception as error:
             failure = error
-    (message, *_) = trainer.communicator.exchange(str(failure or "").encode())
+    (message, *_) = trainer.communicator.exchange(
+        b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
+    )
     if failure is not None:
         raise failure
     if message:

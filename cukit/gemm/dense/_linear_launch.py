@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import partial
 from typing import Any
@@ -200,7 +201,7 @@ def _encode(columns: int, box: tuple[int, int], part: slice, array: Array) -> An
 
 
 def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:
-    """Every tiling of a product without options, and each option with some tilings."""
+    """Every tiling of a bfloat16 product without options, and each option with some tilings."""
     activations = GATED_ACTIVATIONS if gated else tuple(ACTIVATIONS)
     products = [
         Product(4096, 4096, 4096, dtype, activation=activation, gated=gated, keeps=keeps)
@@ -211,7 +212,7 @@ def linear_specs(device: Device, *, gated: bool = False) -> list[KernelSpec]:
     specs += [Sm80Config(products[0], tile, aligned=False).spec() for tile in (128, 64)]
     if device.arch == HOPPER:
         for tokens in (4096, 128, 96, 64, 48, 32, 16):
-            first = products[0].at_rows(tokens)
+            first = dataclasses.replace(products[0], m=tokens, dtype="bfloat16")
             specs += [configure(first, each, device.num_sms).spec() for each in candidates(first)]
         specs += _representative(products, device)
     return list(dict.fromkeys(specs))

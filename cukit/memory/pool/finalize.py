@@ -53,3 +53,6 @@ def release_memory(
             waiting_pager.abandon()
         except Exception:
             LOG.exception("memory pool: the memory of a collected pool could not be released")
+        except BaseException:
+            _waiting.append(entry)
+            raise
