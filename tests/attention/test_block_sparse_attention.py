@@ -186,6 +186,8 @@ def test_masks_of_the_wrong_shape_are_rejected(device, shape):
 def test_other_invalid_arguments_are_rejected(device):
     (q,) = to_device(device, np.zeros((1, 150, 2, 64), np.float16))
     (mask,) = to_device(device, np.ones((2, 2), np.int32))
+    with pytest.raises(ArrayShapeError, match=r"^block_sparse_attention: q must have 4 axes"):
+        block_sparse_attention(q[0], q, q, mask.astype(bool))
     with pytest.raises(ArrayDtypeError, match="block_mask"):
         block_sparse_attention(q, q, q, mask)
     for size in (0, (128,), (64, -1), (64, 2.5)):
