@@ -17,6 +17,8 @@ from cukit.errors import ConfigError, MissingDependencyError, UnsupportedDeviceE
 
 KIB = 1024
 MIB = 1024 * KIB
+MAX_GRID_YZ = 65535
+"""CUDA's limit on the blocks of a grid along y and along z."""
 
 INSTALL_GPU_EXTRA = "pip install 'cukit[cuda12]'   (or 'cukit[cuda13]' for a CUDA 13 driver)"
 

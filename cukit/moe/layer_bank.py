@@ -23,7 +23,7 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.compiler import MacroValue
-from cukit.core.device import Device
+from cukit.core.device import MAX_GRID_YZ, Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, launch_plan, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.core.scalars import MAX_INT32, check_choice, check_flag, check_integer, check_number
@@ -412,9 +412,9 @@ def _check_kernel(op: str, x: Array, router: Array) -> None:
     batch, seq_len, dim = x.shape
     if 4 * dim > 48 * 1024:
         raise ConfigError(f"{op}: dim must be at most 12288 on the GPU, got {dim}")
-    if batch > 65535:
-        raise ConfigError(f"{op}: batch must be at most 65535 on the GPU, got {batch}")
-    if seq_len * dim // (_THREADS * _VECS) > 65535 * 8:
+    if batch > MAX_GRID_YZ:
+        raise ConfigError(f"{op}: batch must be at most {MAX_GRID_YZ} on the GPU, got {batch}")
+    if seq_len * dim // (_THREADS * _VECS) > MAX_GRID_YZ * 8:
         raise ConfigError(f"{op}: seq_len * dim is too large for the GPU, got {seq_len * dim}")
 
 

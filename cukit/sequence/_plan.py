@@ -21,7 +21,7 @@ from cukit.core.arrays import (
     int32,
 )
 from cukit.core.compiler import MacroValue
-from cukit.core.device import Device
+from cukit.core.device import MAX_GRID_YZ, Device
 from cukit.core.kernel import NULL, KernelSpec, Launch, load_kernel
 from cukit.core.parameters import parameter_structs
 from cukit.errors import ArrayLayoutError, ArrayShapeError, ConfigError
@@ -40,8 +40,6 @@ _SUM_THREADS = 256
 _DECAY_PADDING = 8
 _ACCESS = 8
 """16-bit elements of a 16-byte copy."""
-_MAX_STATES = 65535
-"""Largest extent of a grid along z."""
 
 OUTPUTS, SEGMENT_STATES, CHUNK_STATES = range(3)
 """Values of the kernel's STATES macro."""
@@ -284,9 +282,9 @@ def scan_launches(
     num_sequences, _, state_dim, _ = state_shape
     if heads is None:
         heads = HeadRange(0, num_heads)
-    if num_sequences * heads.heads > _MAX_STATES:
+    if num_sequences * heads.heads > MAX_GRID_YZ:
         raise ConfigError(
-            f"gated_scan: num_sequences * num_heads must be at most {_MAX_STATES} on the GPU, got "
+            f"gated_scan: num_sequences * num_heads must be at most {MAX_GRID_YZ} on the GPU, got "
             f"{num_sequences} * {heads.heads}"
         )
     sizes = (num_sequences, seq_len, heads.heads, head_dim, state_dim)

@@ -18,7 +18,7 @@ from cukit.core.arrays import (
     runs_kernel,
 )
 from cukit.core.column_sum import column_sum, column_sum_spec
-from cukit.core.device import Device, current_device
+from cukit.core.device import MAX_GRID_YZ, Device, current_device
 from cukit.core.kernel import KernelSpec, Launch, launch_plan, load_kernel
 from cukit.errors import ArrayShapeError, ConfigError
 from cukit.reference import convolution as reference
@@ -34,8 +34,6 @@ _MAX_BACKWARD = 4
 """Maximum channels per thread in the backward: the accumulators of eight would spill."""
 _WIDTHS = (2, 3, 4)
 _NAMES = {"silu": "Silu", "none": "NoActivation"}
-_MAX_GRID_YZ = 65535
-"""CUDA's limit on the blocks of a grid along y and along z."""
 
 
 def causal_conv(
@@ -228,16 +226,16 @@ def _launch(op: str, x: Array, weight: Array, activation: str, *accessed: Array 
     """
     check_array(op, "x", x, dtypes=KERNEL_DTYPES)
     batch, seq_len, channels = x.shape
-    if batch > _MAX_GRID_YZ:
-        raise ConfigError(f"{op}: x must have a batch of at most {_MAX_GRID_YZ}, got {batch}")
+    if batch > MAX_GRID_YZ:
+        raise ConfigError(f"{op}: x must have a batch of at most {MAX_GRID_YZ}, got {batch}")
     vec = access_width(channels, *accessed) if channels else 1
     if op == "causal_conv_backward":
         vec = min(vec, _MAX_BACKWARD)
     columns = -(-channels // (vec * _THREADS))
     tokens = _plan_tokens(batch, seq_len, columns, current_device())
-    if seq_len > _MAX_GRID_YZ * tokens:
+    if seq_len > MAX_GRID_YZ * tokens:
         raise ConfigError(
-            f"{op}: x must have a seq_len of at most {_MAX_GRID_YZ * tokens}, got {seq_len}"
+            f"{op}: x must have a seq_len of at most {MAX_GRID_YZ * tokens}, got {seq_len}"
         )
     spec = _spec(op, x.dtype.name, weight.shape[1], vec, activation, tokens)
     scalars = (STRUCTS["ConvParameters"].pack(seq_len=seq_len, channels=channels),)
