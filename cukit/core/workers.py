@@ -86,7 +86,7 @@ def _serve(function: Callable[[Any], Any], connection: Any, parent: int) -> None
         try:
             connection.send(answer)
         except Exception as error:
-            what = "result" if answer[1] is None else f"{type(answer[1]).__name__}"
+            what = "result" if answer[1] is None else type(answer[1]).__name__
             connection.send((None, CukitError(f"a worker's {what} cannot be sent: {error}")))
 
 

@@ -44,6 +44,8 @@ _OUT = {
     "var": 2,
 }  # fmt: skip
 """Positions of `out` among the arguments of methods."""
+_ADDED_TO = ("grad_weight", "grad_bias")
+"""Arguments of cukit's ops that a call adds to, if they are given."""
 _READS = (
     "item", "tolist", "tobytes", "get", "data", "ctypes", "flat", "__cuda_array_interface__",
 )  # fmt: skip
@@ -213,13 +215,11 @@ class Traced:
         self._node = node
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if kwargs.get("out") is not None:
-            raise CannotRepeatError(f"{ufunc.__name__} writes to out=")
-        if method == "at":
-            raise CannotRepeatError(f"{ufunc.__name__}.at changes an array in place")
+        name, function = ufunc.__name__, ufunc
         if method != "__call__":
-            return record(f"{ufunc.__name__}.{method}", getattr(ufunc, method), inputs, kwargs)
-        return record(ufunc.__name__, ufunc, inputs, kwargs)
+            name, function = f"{name}.{method}", getattr(ufunc, method)
+        _check_writes(name, function, inputs, kwargs)
+        return record(name, function, inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
         _check_writes(function.__name__, function, args, kwargs)
@@ -348,9 +348,6 @@ def _check_writes(
     in_place = name in _WRITING_FUNCTIONS or name.endswith(".at") or kwargs.get("inplace") is True
     if in_place or function in _writing_ops():
         raise CannotRepeatError(f"{name} changes an array in place")
-
-
-_ADDED_TO = ("grad_weight", "grad_bias")
 
 
 @functools.cache
